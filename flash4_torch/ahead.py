@@ -370,7 +370,8 @@ def _of_gradients_of(
     for config in target.backward_configs.reachable(features, group):
         for dlse in (False, True):
             preprocess, postprocess = backward.row_plans(features, config, dlse=dlse)
-            yield PREPROCESS, (preprocess,)
+            if preprocess is not None:
+                yield PREPROCESS, (preprocess,)
         yield target.backward, (backward.main_features(features, config), config)
         if postprocess is not None:
             yield POSTPROCESS, (postprocess,)

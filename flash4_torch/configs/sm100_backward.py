@@ -64,7 +64,12 @@ TABLE = (
 
 
 def backward(
-    features: Features, Sk: int, end_masked: bool = False, kv_head_rows: int = 0, group: int = 1
+    features: Features,
+    Sk: int,
+    end_masked: bool = False,
+    kv_head_rows: int = 0,
+    group: int = 1,
+    may_preprocess: bool = False,
 ) -> Sm100Backward:
     """The config of a call that `limits` has nothing against.
 
@@ -74,6 +79,7 @@ def backward(
         end_hidden: whether the band masks everything beyond the last key, as for causal calls.
         alone: not used: the scope is never `kv_head`.
         group: not used: a tile serves all query heads that share its keys.
+        may_preprocess: not used.
     """
     config = _config(features)
     ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.cluster_keys != 0)

@@ -95,7 +95,13 @@ class Table(NamedTuple):
     """Bytes that a CTA may have."""
 
     def backward(
-        self, features: Features, Sk: int, end_masked: bool = False, kv_head_rows: int = 0, group: int = 1
+        self,
+        features: Features,
+        Sk: int,
+        end_masked: bool = False,
+        kv_head_rows: int = 0,
+        group: int = 1,
+        may_preprocess: bool = False,
     ) -> Sm80Backward:
         """The config of a call: see `configs.sm90_backward.backward`."""
         may_be_ragged = not (end_masked and features.right)

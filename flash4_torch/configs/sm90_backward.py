@@ -74,6 +74,12 @@ _MANY = 4
 """The fewest query heads of a KV head for scope `q_head`. Rows and sums of two stay in the cache: at D 128,
 causal S 1k, 2k, 4k, `heads_inner` has 1.33, 1.17, 1.09, scope `q_head` 1.24, 1.13, 1.08."""
 
+_PREPROCESS_ROWS = 512
+"""The most query rows of a KV head whose statistics its CTA computes itself, with `preprocesses`.
+
+Its tensor cores wait while it reads out and dout: up to 256 KiB, about 6 us at the 40 bytes a nanosecond that
+an SM gets. The host takes 7 to 9 us to launch another kernel. Unmeasured."""
+
 # fmt: off
 _Tiles = Sm90Backward
 TABLE = (
@@ -150,7 +156,12 @@ TABLE = (
 
 
 def backward(
-    features: Features, Sk: int, end_masked: bool = False, kv_head_rows: int = 0, group: int = 1
+    features: Features,
+    Sk: int,
+    end_masked: bool = False,
+    kv_head_rows: int = 0,
+    group: int = 1,
+    may_preprocess: bool = False,
 ) -> Sm90Backward:
     """The config of a call.
 
@@ -161,8 +172,11 @@ def backward(
         alone: query rows of a KV head, of all query heads that share it, if there are heads enough for scope
             `kv_head`, where each CTA takes whole ones; else 0.
         group: query heads of a KV head.
+        may_preprocess: whether there is a CTA for each KV head of the batch, and no gradient of lse: then few
+            rows need no preprocess kernel.
     """
-    config = _config(row(features, kv_head_rows), features, Sk, kv_head_rows, group)
+    preprocesses = may_preprocess and kv_head_rows <= _PREPROCESS_ROWS
+    config = _config(row(features, kv_head_rows), features, Sk, kv_head_rows, group, preprocesses)
     ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
     return config._replace(ragged_k=ragged_k)
 
@@ -187,9 +201,11 @@ def row(features: Features, kv_head_rows: int = 0) -> Row:
     )
 
 
-def _config(served_by: Row, features: Features, Sk: int, kv_head_rows: int, group: int) -> Sm90Backward:
+def _config(
+    served_by: Row, features: Features, Sk: int, kv_head_rows: int, group: int, preprocesses: bool
+) -> Sm90Backward:
     if served_by is _kv_head_row(features) and 0 < kv_head_rows <= served_by.kv_head_rows[features.right]:
-        return _kv_head_config(served_by)
+        return _kv_head_config(served_by, preprocesses)
     if group >= _MANY and _may_be_q_head(served_by, features) and Sk >= served_by.q_head_keys:
         return _q_head_config(served_by)
     return served_by.config
@@ -236,7 +252,7 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Backwar
     row, kv_head_row = _row(features), _kv_head_row(features)
     configs = [row.config]
     if kv_head_row is not None:
-        configs.append(_kv_head_config(kv_head_row))
+        configs += [_kv_head_config(kv_head_row, preprocesses) for preprocesses in (False, True)]
     if (group or _MANY) >= _MANY and _may_be_q_head(row, features):
         configs.append(_q_head_config(row))
     return tuple(config._replace(ragged_k=ragged_k) for config in configs for ragged_k in ragged)
@@ -253,8 +269,8 @@ def _kv_head_row(features: Features) -> Row | None:
     return None if none else row
 
 
-def _kv_head_config(row: Row) -> Sm90Backward:
-    return row.config._replace(scope=Scope.KV_HEAD, heads_inner=True)
+def _kv_head_config(row: Row, preprocesses: bool) -> Sm90Backward:
+    return row.config._replace(scope=Scope.KV_HEAD, heads_inner=True, preprocesses=preprocesses)
 
 
 def _may_be_q_head(row: Row, features: Features) -> bool:

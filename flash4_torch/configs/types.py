@@ -403,6 +403,11 @@ class Sm80Backward(NamedTuple):
         return Scope.KEY_TILE
 
     @property
+    def preprocesses(self) -> bool:
+        """Whether the kernel computes the row statistics itself."""
+        return False
+
+    @property
     def tmem_order(self) -> bool:
         """Whether dQ is summed up in TMEM's order, not in that of MMA accumulators."""
         return False
@@ -483,6 +488,9 @@ class Sm90Backward(NamedTuple):
     """Unrolls the loop over full blocks once per Q stage, which makes SMEM addresses compile-time constants;
     needs two stages of Q and of dO, and no `role_split`."""
     scope: Scope = Scope.KEY_TILE
+    preprocesses: bool = False
+    """The consumers compute the row statistics of a KV head before its first tile, which saves the launch of
+    the preprocess kernel. Each CTA has one KV head; only with scope `kv_head`."""
     round_weights: bool = False
     """dS is computed from the rounded weights, which frees the registers of the unrounded ones."""
     ragged_k: bool = True
@@ -574,6 +582,11 @@ class Sm100Backward(NamedTuple):
     @property
     def scope(self) -> Scope:
         return Scope.KEY_TILE
+
+    @property
+    def preprocesses(self) -> bool:
+        """Whether the kernel computes the row statistics itself."""
+        return False
 
     @property
     def tmem_order(self) -> bool:

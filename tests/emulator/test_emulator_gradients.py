@@ -15,6 +15,7 @@ import flash4_torch
 from everything import examples, one_of
 from flash4_torch import env, testing
 from flash4_torch.backends.compiled import masks
+from flash4_torch.configs import sm90_backward
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from flash4_torch.testing import emulate
@@ -118,6 +119,42 @@ def test_schedules(arch: str, schedule: str, deterministic: bool) -> None:
             assert torch.equal(a, b), name
         else:
             torch.testing.assert_close(a, b, rtol=0.01, atol=1e-3)
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "sinks, rows that see nothing": {"window": (None, -9), "sinks": torch.tensor([0.5, -1.0])},
+    "dropout, two tiles": {"causal": True, "dropout_p": 0.3, "Sk": 201},
+    "gradient of lse": {"causal": True, "return_lse": True},
+    "softcap": {"softcap": 3.0, "dtype": torch.float16, "Sk": 77},
+    "wide heads": {"D": 128, "Dv": 128, "causal": True, "Sk": 120},
+    "rows of a mask": {"attn_mask": BIAS[:, :128] > -0.9, "Sk": 128},
+}
+"""Calls of one CTA for each KV head. With a gradient of lse, or a mask, they have a preprocess kernel."""
+
+
+@pytest.mark.parametrize("name", one_of(3, list(SMALL)))
+def test_small_gradients_are_one_launch_with_the_bits_of_two(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, launches = [], []
+    for rows in (0, 512):
+        monkeypatch.setattr(sm90_backward, "_PREPROCESS_ROWS", rows)
+        torch.manual_seed(0)
+        inputs, kwargs = drawn(**{"B": 1, "Hq": 2, "Hk": 1, "Sk": 128, **SMALL[name]})
+        if "sinks" in kwargs:
+            kwargs["sinks"] = kwargs["sinks"].clone().requires_grad_()
+            inputs.append(kwargs["sinks"])
+        k = inputs[1]
+        options = {"num_sms": k.shape[0] * k.shape[2], "schedule": ("late", "eager")[rows > 0]}
+        with emulate.device("sm_90a", **options) as device, testing.poisoned_memory():
+            results = flash4_torch.attention(*inputs[:3], **kwargs)
+            before = len(device.reports)
+            found.append(gradients(results if isinstance(results, tuple) else (results,), inputs))
+        launches.append([report.kernel for report in device.reports[before:]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    two, one = (sum("preprocess" in launch for launch in each) for each in launches)
+    assert two == 1 and one == (name in ("gradient of lse", "rows of a mask"))
+    assert len(launches[0]) - len(launches[1]) == two - one
 
 
 @pytest.mark.parametrize(

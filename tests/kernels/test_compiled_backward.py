@@ -209,6 +209,28 @@ def test_whole_heads_are_short_and_keep_all_sms_busy(
     assert kernels.is_ordered == (deterministic and not whole)
     shapes = backward.shapes_of(*[torch.empty(heads, S, 1, 128, device="meta")] * 3, None, kernels)
     assert shapes.dq_acc[0] == (min(heads, 132) if whole else heads)
+    assert kernels.config.preprocesses == (kernels.preprocess is None) == (whole and heads <= 132)
+
+
+@pytest.mark.parametrize(
+    ("Hk", "group", "S", "dlse", "alone"),
+    [
+        *[(2, 1, 128, False, True), (2, 1, 128, True, False), (2, 4, 128, False, True)],
+        *[(132, 4, 128, False, True), (133, 4, 128, False, False), (1, 5, 128, False, False)],
+    ],
+)
+def test_a_small_backward_is_one_launch(Hk: int, group: int, S: int, dlse: bool, alone: bool) -> None:
+    """It is one if each KV head has a CTA, and few rows, whose lse has no gradient."""
+    extent = Extent(1, S, S, Hk * group, Hk)
+    call = problem(backward=True, extent=extent, group=group, dlse=dlse)
+    asked: list[str] = []
+
+    def find(entry: str, static: Any) -> Any:
+        asked.append(entry)
+        return lambda *args: None
+
+    kernels = backward.decide(SM90A, call, 132, find)
+    assert kernels.config.preprocesses == (asked == [SM90A.backward]) == alone
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -326,8 +348,9 @@ def test_the_kernel_agrees_that_it_can_run_every_config(target: Target) -> None:
             assert plan.mask == backward.mask_plan(mask, config)
             before, behind = backward.row_plans(features, config, dlse=False)
             assert (behind is None) == (config.scope == Scope.KV_HEAD)
-            assert behind is None or before.blocks == behind.blocks
-            assert before.blocks.queries == plan.queries
+            assert (before is None) == config.preprocesses
+            blocks = {each.blocks for each in (before, behind) if each is not None}
+            assert len(blocks) <= 1 and all(each.queries == plan.queries for each in blocks)
 
 
 @given(st.integers(1, 4), st.integers(1, 1 << 21), st.integers(1, 20), st.integers(1, 9), st.booleans())

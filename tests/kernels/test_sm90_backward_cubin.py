@@ -132,6 +132,7 @@ def test_the_table_is_covered() -> None:
     assert sum(config.scope == Scope.Q_HEAD for config in configs_of) == sum(
         bool(row.q_head_keys) for row in configs.TABLE
     )
-    assert sum(config.scope == Scope.KV_HEAD for config in configs_of) == sum(
-        any(row.kv_head_rows) for row in configs.TABLE
-    )
+    for preprocesses in (False, True):
+        assert sum(
+            config.scope == Scope.KV_HEAD and config.preprocesses == preprocesses for config in configs_of
+        ) == sum(any(row.kv_head_rows) for row in configs.TABLE)

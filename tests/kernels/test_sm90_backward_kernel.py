@@ -18,6 +18,7 @@ from kernel_calls import static as static_of
 from kernel_runs import (
     gradients_are_alone,
     gradients_are_right,
+    one_launch_has_the_bits_of_two,
     run_backward,
     sums_have_an_order,
     unseen_keys_have_no_gradient,
@@ -107,6 +108,12 @@ STATICS = {
         128, 64, (64,), varlen=True, dropout=True, deterministic=True, **SOFTCAP, **WINDOW
     ),
 }
+ALONE = {
+    name: (features, config._replace(preprocesses=True))
+    for name, (features, config) in STATICS.items()
+    if config.scope == Scope.KV_HEAD
+}
+"""Small calls, which are one launch."""
 FEW = few(STATICS, "full", "causal", "whole, few columns")
 
 
@@ -135,6 +142,13 @@ def test_values(name: str, data: st.DataObject) -> None:
 )
 def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
+
+
+@pytest.mark.parametrize("name", one_of(7, list(ALONE)))
+@settings(max_examples=examples(1, 5), phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(data=st.data())
+def test_one_launch_has_the_bits_of_two(name: str, data: st.DataObject) -> None:
+    one_launch_has_the_bits_of_two(ALONE[name], data)
 
 
 @pytest.mark.parametrize("name", of_few(FEW, ["static stages, causal", "inside, no tail"]))

@@ -79,6 +79,8 @@ def forget() -> None:
 
 _WRITTEN = {PREPROCESS: (5, 6, 7), POSTPROCESS: (1,), SM90A.forward: (3, 4, 5), SM90A.backward: (5, 6, 7, 8)}
 """Places of the arguments that a kernel writes. The backward's adds to sums of captured gradients, too."""
+_STATS, _OUT = 4, 9
+"""Places of what a backward that `preprocesses` writes and takes besides."""
 _OF_MODS = 13
 """Place of what the backward's kernel takes for functions and block masks, and there of these sums."""
 _SUMS = 3
@@ -86,13 +88,16 @@ _SUMS = 3
 
 def _launch(launches: list[Launch], entry: str, static: tuple[Any, ...], args: tuple[Any, ...]) -> None:
     written, args = _WRITTEN.get(entry, ()), _in_order(entry, args)
+    if entry == SM90A.backward and static[1].preprocesses:
+        written = _STATS, *written
     number = digest((repr(static), *[x for i, x in enumerate(args) if i not in written]))
     launches.append((entry, number))
     for i in written:
         if args[i] is not None:
             fill(args[i], number + i)
-    if entry == SM90A.backward and args[_OF_MODS] is not None and len(args[_OF_MODS]) > _SUMS:
-        for i, x in enumerate(args[_OF_MODS][_SUMS] or ()):
+    mods = args[_OF_MODS] if entry == SM90A.backward and len(args) > _OF_MODS else None
+    if mods is not None and len(mods) > _SUMS:
+        for i, x in enumerate(mods[_SUMS] or ()):
             x += (_ramp(x.numel()) * math.cos(number + i)).view(x.shape).to(x.dtype)
 
 
@@ -105,6 +110,8 @@ def _in_order(entry: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ordered[3:4] = in_order(out_heads_first, args[3])
         if entry == SM90A.backward:
             ordered[6:9] = in_order(heads_first, *args[6:9])
+            if len(args) == _OF_MODS:
+                ordered[_OUT : _OUT + 1] = in_order(out_heads_first, args[_OUT])
         ordered[-1] = tuple(params)
     elif entry == PREPROCESS:
         ordered[:2], ordered[-1] = in_order(last, *args[:2]), 0

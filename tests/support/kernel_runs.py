@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everything import examples
 from flash4_torch import testing
-from flash4_torch.backends.compiled.backward import mask_plan
+from flash4_torch.backends.compiled.backward import mask_plan, row_plans
 from flash4_torch.compile import jit
 from flash4_torch.configs.types import (
     Features,
@@ -32,6 +32,7 @@ from flash4_torch.configs.types import (
 )
 from flash4_torch.emulator.host import Launch
 from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
+from flash4_torch.kernels.common.bwd.row_blocks import PreprocessPlan
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.reference.dropout import thresholds
 from flash4_torch.testing import emulate
@@ -68,6 +69,13 @@ def compiled(features: Features, config: Any) -> Any:
 
 
 @functools.cache
+def compiled_preprocess(plan: PreprocessPlan) -> Any:
+    from flash4_torch.kernels.aux_kernels.bwd_preprocess import compile_preprocess
+
+    return compile_preprocess(plan)
+
+
+@functools.cache
 def compiled_tables(plan: MaskPlan) -> Any:
     from flash4_torch.kernels.aux_kernels.mask_blocks import compile_mask_blocks
 
@@ -85,6 +93,14 @@ def emulated(kernel: Kernel, call: Call, **schedule: Any) -> Iterator[emulate.De
     ):
         yield device
     assert asked[-1].smem_bytes <= config.shared_memory(features), "the tables allow for less"
+
+
+class RowStats(NamedTuple):
+    """The statistics of query rows, and what they are computed from."""
+
+    stats: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 Where = AbstractContextManager[Any]
@@ -117,20 +133,22 @@ def run_backward(
     call: Call,
     where: Where | None = None,
     stats_of: Call | None = None,
+    given: RowStats | None = None,
     **schedule: Any,
 ) -> Gradients:
     """A launch of the backward, as `run`.
 
     stats_of: the call whose rows the preprocess has seen, if another one.
+    given: the rows' statistics and what they are computed from, instead of those that the preprocess makes.
     """
     features, config = kernel
     blocks = sums_of(features.D, config, features.column_step)
-    stats, first = _stats(features, stats_of or call, config.queries)
+    stats, first = _stats(features, stats_of or call, config.queries) if given is None else (given.stats, [])
     count = stats.shape[-1] // config.queries
     dq_acc, dq = torch.zeros(*stats.shape[1:-1], count, blocks.floats), None
     if config.scope == Scope.KV_HEAD:
         B, _, Hk, _ = call.k.shape
-        ctas, group = min(call.num_sms, B * Hk), call.q.shape[2] // Hk
+        ctas, group = B * Hk if config.preprocesses else min(call.num_sms, B * Hk), call.q.shape[2] // Hk
         dq_acc = torch.full((ctas, group, count, blocks.floats), math.nan)
         dq = torch.full(call.q.shape, math.nan, dtype=call.q.dtype)
     dq_semaphore = (
@@ -150,6 +168,10 @@ def run_backward(
     tensors = (q, k, v, *_ordered(call.order[1], call.dout), stats, dq_acc, *gradients)
     behind = (None if dmask is None else dmask.transpose(2, 3),)
     where = where or emulated(kernel, call, **schedule)
+    if config.preprocesses:
+        rows = *_ordered(call.order[1], given.out), given.lse
+        _launch_small(kernel, call, (*tensors, *rows), where)
+        return Gradients(dq, dk, dv)
     _launch(kernel, call, tensors, (dq_semaphore,), mask, plan, behind, max(call.lengths[1]), where)
     dk, dv = (
         x.unflatten(-2, (call.k.shape[-2], -1)).float().sum(-2).to(x.dtype)
@@ -191,10 +213,7 @@ def _launch(
     ends = [None, None]
     if features.varlen:
         ends = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32) for n in call.lengths]
-    byte, fraction = thresholds(call.p)
-    numbers = (call.scale, call.softcap, call.left, call.right, max_seqlen)
-    more = call.num_sms, byte, fraction, 1.0 / (1.0 - call.p), call.run_length
-    params = (*numbers, call.heads_per_section, *more, *map(int, call.order))
+    params = _params(call, max_seqlen)
     rng_state = call.rng_state if features.dropout else None
     with where as device:
         tables = None
@@ -209,6 +228,20 @@ def _launch(
             others = (*behind_mask, rng_state, *behind_rng_state)
             compiled(features, config)(*before, mask_args, *others, params)
     assert tile_counter.item() == 0
+
+
+def _launch_small(kernel: Kernel, call: Call, tensors: tuple[Tensor, ...], where: Where) -> None:
+    """A launch of a backward that `preprocesses`."""
+    rng_state = call.rng_state if kernel[0].dropout else None
+    with where as device, device.touching(*(x for x in (*tensors, rng_state) if x is not None)):
+        compiled(*kernel)(*tensors, rng_state, _params(call, max(call.lengths[1])))
+
+
+def _params(call: Call, max_seqlen: int) -> tuple[Any, ...]:
+    byte, fraction = thresholds(call.p)
+    numbers = (call.scale, call.softcap, call.left, call.right, max_seqlen)
+    more = call.num_sms, byte, fraction, 1.0 / (1.0 - call.p), call.run_length
+    return (*numbers, call.heads_per_section, *more, *map(int, call.order))
 
 
 @contextmanager
@@ -284,6 +317,28 @@ def gradients_are_right(kernel: Kernel, data: st.DataObject) -> None:
         assert torch.equal(found.dq, again.dq)
     else:
         check_gradients(kernel, call, again)
+
+
+def one_launch_has_the_bits_of_two(kernel: Kernel, data: st.DataObject) -> None:
+    """A backward that `preprocesses` has the bits of one after the preprocess kernel under any schedule."""
+    features, config = kernel
+    two_launches = features, config._replace(preprocesses=False)
+    whole = 1 if config.ragged_k else config.cluster_keys
+    call = _in_any_order(data.draw(calls(features, whole=whole)), data)
+    out, lse = results(features, call, torch.float64)
+    (plan, _), blank = row_plans(*two_launches, dlse=False), _stats(features, call, config.queries)[0]
+    apart = RowStats(torch.full_like(blank, math.nan), out.to(call.q.dtype), lse.float().contiguous())
+    with emulated(two_launches, call) as device, device.touching(*apart, call.dout):
+        heads_first = call.order[1]
+        rows = _ordered(heads_first, apart.out, call.dout)
+        none = (None,) * 2
+        compiled_preprocess(plan)(*rows, apart.lse, *none, apart.stats, *none, None, int(heads_first))
+    expected = run_backward(two_launches, call, given=apart, schedule="late")
+    for schedule in ("eager", "fuzz", "late")[: examples(1, 3)]:
+        alone = apart._replace(stats=torch.full_like(blank, math.nan))
+        found = run_backward(kernel, call, given=alone, schedule=schedule, seed=data.draw(st.integers(0, 9)))
+        assert torch.equal(alone.stats, apart.stats)
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
 
 
 def sums_have_an_order(kernel: Kernel) -> None:

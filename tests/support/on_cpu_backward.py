@@ -163,6 +163,14 @@ def check_rows(x: Tensor, dtype: str, varlen: bool) -> None:
 
 def _backward(launches: list[Launch], features: Features, config: BackwardConfig, *args: Any) -> None:
     *_, heads_first, out_heads_first = args[-1]
+    if config.preprocesses:
+        *before, out, lse, state, params = args
+        blocks = RowBlocks.of(sums_of(features.D, config, features.column_step))
+        plan = PreprocessPlan(features.dtype, features.Dv, blocks, clears=False)
+        dout, stats = before[3:5]
+        _preprocess(plan, out, dout, lse, None, None, stats, None, None, None, out_heads_first)
+        counter = torch.zeros(1, dtype=torch.int32)
+        args = *before, counter, *[None] * 5, state, params
     q, k, v, *gradients = in_order(heads_first, *args[:3], *args[6:9])
     args = q, k, v, *in_order(out_heads_first, args[3]), *args[4:6], *gradients, *args[9:]
     launches.append(Launch(features, config, args))

@@ -2,9 +2,10 @@
 
 The preprocess kernel computes two numbers per query row (four with a floating mask) and clears the sums of
 dQ; the main kernel adds to these sums and writes dK and dV; the postprocess kernel rounds dQ. With scope
-KV_HEAD the main kernel rounds dQ itself, once a head's last tile has added to it. With scope Q_HEAD it writes
-dK and dV of each query head, from which the group reduction computes those of the KV heads. The gradients of
-sinks need nothing but the two numbers of each row.
+KV_HEAD the main kernel rounds dQ itself, once a head's last tile has added to it; in small calls it also
+computes the numbers of each row, and nothing is launched before it. With scope Q_HEAD it writes dK and dV of
+each query head, from which the group reduction computes those of the KV heads. The gradients of sinks need
+nothing but the two numbers of each row.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from .tensors import Allocator, lengths
 class Kernels(NamedTuple):
     """The compiled kernels, and their parameters besides tensors."""
 
-    preprocess: compile.Function
+    preprocess: compile.Function | None
+    """None if the main kernel computes the row statistics."""
     main: compile.Function
     postprocess: compile.Function | None
     """None if the main kernel rounds dQ."""
@@ -98,7 +100,7 @@ def decide(target: Target, problem: Problem, num_sms: int, find: Find, mods: Mod
     preprocess, postprocess = row_plans(features, config, dlse=problem.spec.dlse)
     ctas = min(num_sms, problem.extent.B * problem.extent.Hk)
     return Kernels(
-        find(PREPROCESS, (preprocess,)),
+        None if preprocess is None else find(PREPROCESS, (preprocess,)),
         find(target.backward, (features, config)),
         None if postprocess is None else find(POSTPROCESS, (postprocess,)),
         find(GROUP_REDUCE, (group_reduce_plan(features),)) if config.scope == Scope.Q_HEAD else None,
@@ -107,8 +109,8 @@ def decide(target: Target, problem: Problem, num_sms: int, find: Find, mods: Mod
         else None,
         config,
         params_of(target, problem, config, num_sms, mods),
-        preprocess.blocks,
-        preprocess.is_ordered,
+        _row_blocks(features, config),
+        features.deterministic,
         (ctas, problem.spec.group) if config.scope == Scope.KV_HEAD else None,
         features.row_stats,
     )
@@ -121,19 +123,22 @@ def main_features(features: Features, config: BackwardConfig) -> Features:
 
 def row_plans(
     features: Features, config: BackwardConfig, *, dlse: bool
-) -> tuple[PreprocessPlan, PostprocessPlan | None]:
-    """Plans of the preprocess and postprocess kernels."""
-    f, blocks = (
-        main_features(features, config),
-        RowBlocks.of(sums_of(features.D, config, features.column_step)),
-    )
-    asked = f.varlen, dlse, f.deterministic, config.tmem_order, config.scope != Scope.KV_HEAD
-    preprocess = PreprocessPlan(
-        f.dtype, f.Dv, blocks, *asked, large_scores=f.large_scores, segments=f.segments
-    )
-    return preprocess, None if config.scope == Scope.KV_HEAD else PostprocessPlan(
-        f.dtype, f.D, blocks, f.varlen, f.segments
-    )
+) -> tuple[PreprocessPlan | None, PostprocessPlan | None]:
+    """Plans of the preprocess and postprocess kernels; None where the main kernel does their work."""
+    f, blocks = main_features(features, config), _row_blocks(features, config)
+    preprocess, postprocess = None, None
+    if not config.preprocesses:
+        asked = f.varlen, dlse, f.deterministic, config.tmem_order, config.scope != Scope.KV_HEAD
+        preprocess = PreprocessPlan(
+            f.dtype, f.Dv, blocks, *asked, large_scores=f.large_scores, segments=f.segments
+        )
+    if config.scope != Scope.KV_HEAD:
+        postprocess = PostprocessPlan(f.dtype, f.D, blocks, f.varlen, f.segments)
+    return preprocess, postprocess
+
+
+def _row_blocks(features: Features, config: BackwardConfig) -> RowBlocks:
+    return RowBlocks.of(sums_of(features.D, config, features.column_step))
 
 
 def group_reduce_plan(features: Features) -> GroupReducePlan:
@@ -154,7 +159,12 @@ def features_of(problem: Problem, mods: Mods | None = None) -> Features:
 def config_of(target: Target, problem: Problem, num_sms: int, mods: Mods | None = None) -> BackwardConfig:
     extent, kv_head_rows = problem.extent, _kv_head_rows(target, problem, num_sms)
     return target.backward_configs.backward(
-        features_of(problem, mods), extent.Sk, _end_masked(problem), kv_head_rows, problem.spec.group
+        features_of(problem, mods),
+        extent.Sk,
+        _end_masked(problem),
+        kv_head_rows,
+        problem.spec.group,
+        may_preprocess=extent.B * extent.Hk <= num_sms and not problem.spec.dlse,
     )
 
 
@@ -234,7 +244,11 @@ def new_workspace(kernels: Kernels, shapes: Shapes, allocator: Allocator) -> Cal
 
 
 def preprocess(kernels: Kernels, saved: Saved, ends_q: Tensor | None, work: Workspace) -> None:
-    """Launch the first kernel: it fills the statistics, and clears the sums that the main kernel adds to."""
+    """Launch the first kernel, if there is one: it fills the statistics, and clears the sums that the main
+    kernel adds to.
+    """
+    if kernels.preprocess is None:
+        return
     dout, dlse, out, lse, _, lse_low = saved
     cleared = None if kernels.postprocess is None else work.dq_acc
     kernels.preprocess(out, dout, lse, lse_low, dlse, work.stats, cleared, work.dq_semaphore, ends_q, 0)
@@ -246,7 +260,7 @@ class MainLaunch(Protocol):
     def __call__(
         self,
         inputs: Inputs,
-        dout: Tensor,
+        saved: Saved,
         work: Workspace,
         dq: Tensor | None,
         dmask: Tensor | None,
@@ -267,7 +281,7 @@ def main_launch(
 
     def launch(
         inputs: Inputs,
-        dout: Tensor,
+        saved: Saved,
         work: Workspace,
         dq: Tensor | None,
         dmask: Tensor | None,
@@ -278,9 +292,13 @@ def main_launch(
         dk_made, dv_made = dk, dv = new_gradient(k), new_gradient(v)
         if new_parts is not None:
             dk_made, dv_made = (new() for new in new_parts)
-        dmask_rows = None if dmask is None else dmask.transpose(2, 3)
-        more = (ends_q, ends_k, read_mask(mask), dmask_rows, rng_state, params)
-        main(q, k, v, dout, stats, dq_acc, dq, dk_made, dv_made, tile_counter, semaphore, *more)
+        before = q, k, v, saved.dout, stats, dq_acc, dq, dk_made, dv_made
+        if kernels.preprocess is None:
+            main(*before, saved.out, saved.lse, rng_state, params)
+        else:
+            dmask_rows = None if dmask is None else dmask.transpose(2, 3)
+            more = (ends_q, ends_k, read_mask(mask), dmask_rows, rng_state, params)
+            main(*before, tile_counter, semaphore, *more)
         if group_reduce is not None:
             group_reduce(dk_made, dv_made, dk, dv, 0)
         return dk, dv
@@ -312,7 +330,7 @@ def sequence(
         work, dq = new_work(), new_gradient(inputs.q)
         preprocess(kernels, saved, ends_q, work)
         rounded = dq if postprocess is None else None
-        dk, dv = main(inputs, saved.dout, work, rounded, dmask, tile_counter)
+        dk, dv = main(inputs, saved, work, rounded, dmask, tile_counter)
         if postprocess is not None:
             postprocess(work.dq_acc, dq, ends_q, scale, 0)
         dsinks = None

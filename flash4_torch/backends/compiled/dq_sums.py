@@ -66,7 +66,8 @@ class CompiledDqSums:
         main = backward.main_launch(
             kernels, shapes, spec.dtype, kernels.params, lambda mask: None, allocator_like(self._q)
         )
-        dk, dv = main(inputs, self._dout[:, at], work, None, None, self._backend.counter(self._index))
+        saved = self._saved._replace(dout=self._dout[:, at])
+        dk, dv = main(inputs, saved, work, None, None, self._backend.counter(self._index))
         return unpad(dk, spec.D), unpad(dv, spec.Dv)
 
     def finished(self) -> Tensor | None:

@@ -166,17 +166,21 @@ def backward(
             ends_q, ends_k = lengths(ends_q), lengths(ends_k)
         stats, dq_acc, *ordered = find_workspace()
         semaphore = ordered[0] if ordered else None
-        cleared = None if postprocess is None else dq_acc
-        preprocess(out, dout, lse, low, None, stats, cleared, semaphore, ends_q, out_heads_first)
+        if preprocess is not None:
+            cleared = None if postprocess is None else dq_acc
+            preprocess(out, dout, lse, low, None, stats, cleared, semaphore, ends_q, out_heads_first)
         dq, dk, dv = empty(*new_dq), empty(*new_dk), empty(*new_dv)
-        mask = None if attn_mask is None else read_mask(attn_mask)
         dk_parts, dv_parts = dk, dv
         if group_reduce is not None:
             dk_parts, dv_parts = empty(*new_dk_parts), empty(*new_dv_parts)
-        main(
-            q, k, v, dout, stats, dq_acc, dq if postprocess is None else None, dk_parts, dv_parts,
-            counter(index), semaphore, ends_q, ends_k, mask, None, rng_state, params,
-        )  # fmt: skip
+        if preprocess is None:
+            main(q, k, v, dout, stats, dq_acc, dq, dk, dv, out, lse, rng_state, params)
+        else:
+            mask = None if attn_mask is None else read_mask(attn_mask)
+            main(
+                q, k, v, dout, stats, dq_acc, dq if postprocess is None else None, dk_parts, dv_parts,
+                counter(index), semaphore, ends_q, ends_k, mask, None, rng_state, params,
+            )  # fmt: skip
         if group_reduce is not None:
             group_reduce(dk_parts, dv_parts, dk, dv, heads_first)
         if postprocess is not None:

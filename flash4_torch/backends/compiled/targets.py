@@ -84,6 +84,11 @@ class BackwardConfig(Protocol):
         """The part of the problem that one work item covers."""
         ...
 
+    @property
+    def preprocesses(self) -> bool:
+        """Whether the kernel computes the row statistics itself, in place of the preprocess kernel."""
+        ...
+
 
 class Row(Protocol):
     """What is read of a table's row."""
@@ -122,7 +127,13 @@ class BackwardTable(Protocol):
     """Interface of a module of `configs` for the backward."""
 
     def backward(
-        self, features: Features, Sk: int, end_masked: bool = False, kv_head_rows: int = 0, group: int = 1
+        self,
+        features: Features,
+        Sk: int,
+        end_masked: bool = False,
+        kv_head_rows: int = 0,
+        group: int = 1,
+        may_preprocess: bool = False,
     ) -> BackwardConfig: ...
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[BackwardConfig, ...]: ...

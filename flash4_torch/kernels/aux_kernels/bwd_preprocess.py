@@ -1,63 +1,27 @@
 """Statistics of each query row that the backward needs before it starts, and cleared sums of dQ.
 
-A CTA has a block of rows of one head. A few lanes share a row of O and dO, 16 bytes each at a time, and each
-sums up its part of their dot product; meanwhile the CTA clears the block's sums of dQ. The kernel is as fast
-as memory if enough loads are in flight: rows are taken together up to `DEPTH` loads a lane.
+A CTA has a block of rows of one head, see `row_stats`, and clears the block's sums of dQ while its loads are
+under way.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from ..common import host
 from ..common.attn_mask import vector_at
+from ..common.bwd import row_stats
 from ..common.bwd.query_blocks import QueryBlock, heads_and_blocks, own_block
 from ..common.bwd.row_blocks import VECTOR, PreprocessPlan
-from ..common.scores import LOG2E
+from ..common.bwd.row_stats import RowInputs
+from ..common.warps import WARP
 
-WARP = 32
-THREADS = 256
-WARPS = THREADS // WARP
-LOAD = 16
-"""Bytes of a load."""
-DEPTH = 8
-"""Loads of a lane in flight."""
-
-
-class Shape(NamedTuple):
-    """How warps are laid over rows."""
-
-    lanes: int
-    """Neighbouring lanes on a row."""
-    turns: int
-    """Loads of each lane to cover a row."""
-    rows: int
-    """Rows of a lane in a part."""
-    parts: int
-    """Parts of a block."""
-
-    def row(self, part: int, r: int, warp: Int32, lane: Int32) -> Int32:
-        return ((part * self.rows + r) * WARPS + warp) * (WARP // self.lanes) + lane // self.lanes
-
-
-def shape_of(plan: PreprocessPlan) -> Shape:
-    vectors = plan.Dv // step_of(plan)
-    lanes = 4 if vectors <= 4 or vectors % 8 == 4 else 8
-    turns = -(-vectors // lanes)
-    at_once = WARPS * WARP // lanes
-    rows = max(1, min(DEPTH // (2 * turns), plan.blocks.queries // at_once))
-    return Shape(lanes, turns, rows, plan.blocks.queries // (at_once * rows))
-
-
-def step_of(plan: PreprocessPlan) -> int:
-    """Elements of a load."""
-    return LOAD * 8 // host.NUMERIC[plan.dtype].width
+THREADS = row_stats.NUM_WARPS * WARP
 
 
 @cute.jit
@@ -111,83 +75,16 @@ def preprocess_kernel(
     own = own_block(out, cu_seqlens_q, plan.blocks)
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    shape = shape_of(plan)
-    base2, delta, *exact = _own_stats(stats, own, plan)
-    sign = -1.0 if plan.negated else 1.0
-
-    for part in cutlass.range_constexpr(shape.parts):
-        rows = [shape.row(part, r, warp, lane) for r in range(shape.rows)]
-        loaded = [_load(x, own, rows, lane % shape.lanes, plan) for x in (out, dout)]
-        lses = [lse[_per_row(own, r, plan)] for r in rows]
-        dlses = [dlse[_per_row(own, r, plan)] if plan.dlse else Float32(0.0) for r in rows]
-        if cutlass.const_expr(part == 0 and plan.clears):
+    inputs = RowInputs(out, dout, lse, lse_low, dlse)
+    for i in cutlass.range_constexpr(row_stats.shape_of(plan).parts):
+        part = row_stats.load(inputs, own, i, warp, lane, plan)
+        if cutlass.const_expr(i == 0 and plan.clears):
             _clear(dq_acc, own, thread, plan)
-        for r in cutlass.range_constexpr(shape.rows):
-            total = _product(loaded[0][None, None, r], loaded[1][None, None, r], lane, plan)
-            sees = own.has(rows[r]) & (lses[r] != -Float32.inf)
-            if lane % shape.lanes == 0:
-                nothing = Float32(sign * math.inf)
-                base2[rows[r]] = cutlass.select_(sees, lses[r] * (sign * LOG2E), nothing)
-                if cutlass.const_expr(plan.large_scores):
-                    low = lse_low[_per_row(own, rows[r], plan)]
-                    exact[0][rows[r]] = cutlass.select_(sees, sign * lses[r], nothing)
-                    exact[1][rows[r]] = cutlass.select_(sees, low * (sign * LOG2E), Float32(0.0))
-                delta[rows[r]] = cutlass.select_(sees, _signed(total, dlses[r], plan), Float32(0.0))
+        row_stats.store(part, inputs, stats, own, lane, plan)
     if cutlass.const_expr(plan.is_ordered):
         flags = dq_semaphore.iterator
         if thread == 0:
             vector_at(flags + own.number, 1)[0] = Int32(0)
-
-
-def _signed(total: Float32, dlse: Float32, plan: PreprocessPlan) -> Float32:
-    return dlse - total if plan.negated else total - dlse
-
-
-def _own_stats(stats: cute.Tensor, own: QueryBlock, plan: PreprocessPlan) -> tuple[cute.Tensor, ...]:
-    """The block's numbers, (m,) each: lse in base 2 and delta; with a floating mask also lse and lse_low."""
-    each = Int64(1)
-    for n in stats.shape[1:]:
-        each = each * n
-    layout = cute.make_layout(plan.blocks.queries)
-    start = own.number * plan.blocks.queries
-    return tuple(cute.make_tensor(stats.iterator + (i * each + start), layout) for i in range(plan.stats))
-
-
-def _per_row(own: QueryBlock, r: Int32, plan: PreprocessPlan) -> tuple:
-    row = own.row(r)
-    return (own.head, row) if plan.is_packed else (own.batch, own.head, row)
-
-
-def _load(x: cute.Tensor, own: QueryBlock, rows: list, lane: Int32, plan: PreprocessPlan) -> cute.Tensor:
-    """The lane's numbers, (step, turns, rows); in the last turn one with nothing of a row loads its end."""
-    shape, step = shape_of(plan), step_of(plan)
-    loaded = cute.make_rmem_tensor((step, shape.turns, shape.rows), x.element_type)
-    for r, row in enumerate(rows):
-        at = (own.row(row), own.head) if plan.is_packed else (own.batch, own.row(row), own.head)
-        source = x[(*at, None)].iterator
-        for t in range(shape.turns):
-            column = cutlass.min((t * shape.lanes + lane) * step, plan.Dv - step)
-            cute.autovec_copy(vector_at(source + column, step), loaded[None, t, r])
-    return loaded
-
-
-def _product(o: cute.Tensor, do: cute.Tensor, lane: Int32, plan: PreprocessPlan) -> Float32:
-    """The row's rowsum(O * dO), in all of its lanes."""
-    shape, step = shape_of(plan), step_of(plan)
-    total = Float32(0.0)
-    for t in range(shape.turns):
-        products = Float32(0.0)
-        for i in range(step):
-            products = products + o[i, t].to(Float32) * do[i, t].to(Float32)
-        if (t + 1) * shape.lanes * step > plan.Dv:
-            inside = (t * shape.lanes + lane % shape.lanes) * step < plan.Dv
-            products = cutlass.select_(inside, products, Float32(0.0))
-        total = total + products
-    distance = shape.lanes // 2
-    while distance:
-        total = total + cute.arch.shuffle_sync_bfly(total, distance)
-        distance //= 2
-    return total
 
 
 def _clear(dq_acc: cute.Tensor, own: QueryBlock, thread: Int32, plan: PreprocessPlan) -> None:

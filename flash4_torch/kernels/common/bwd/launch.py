@@ -26,7 +26,10 @@ def map_of(op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, rows: int,
 
 
 def compile_for_any(backward: Any, plan: BackwardPlan, floats: int) -> Any:
-    """`backward` compiled for any sizes and strides; `floats`: floats of a block of dQ's sums."""
+    """`backward` compiled for any sizes and strides; `floats`: floats of a block of dQ's sums.
+
+    With `preprocesses` it takes out and lse in place of what comes between dv and rng_state.
+    """
     features = plan.features
     # Workspaces of segments are those of packed sequences.
     modes, packed = (2 if features.is_packed else 3), (1 if features.varlen else 2)
@@ -48,6 +51,9 @@ def compile_for_any(backward: Any, plan: BackwardPlan, floats: int) -> Any:
     rng_state = dropout.example_state(features)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     dq = host.rows(plan.dtype, (*host.any_sizes(modes), features.D)) if plan.scope == Scope.KV_HEAD else None
-    results = (stats, dq_acc, dq, dk, dv, tile_counter, dq_semaphore)
-    tensors = (q, k, v, dout, *results, cu_seqlens, cu_seqlens, mask, dmask, rng_state)
+    others: tuple = (tile_counter, dq_semaphore, cu_seqlens, cu_seqlens, mask, dmask)
+    if plan.config.preprocesses:
+        out = host.rows(plan.dtype, (*host.any_sizes(modes), features.Dv))
+        others = out, host.compact(Float32, host.any_sizes(modes))
+    tensors = (q, k, v, dout, stats, dq_acc, dq, dk, dv, *others, rng_state)
     return cute.compile(backward, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

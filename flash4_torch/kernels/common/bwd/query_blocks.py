@@ -44,6 +44,14 @@ def heads_and_blocks(x: cute.Tensor, cu_seqlens: cute.Tensor | None, blocks: Row
     return 1, Hq, blocks.packed_count(T, cu_seqlens.shape[0] - 1)
 
 
+def block_of(x: cute.Tensor, blocks: RowBlocks, batch: Int32, head: Int32, block: Int32) -> QueryBlock:
+    """A block of a head of rows x, (B, Sq, Hq, D)."""
+    _, Hq, count = heads_and_blocks(x, None, blocks)
+    first = block * blocks.queries
+    number = (Int64(batch) * Hq + head) * count + block
+    return QueryBlock(batch, head, first, x.shape[1] - first, number)
+
+
 @cute.jit
 def own_block(x: cute.Tensor, cu_seqlens: cute.Tensor | None, blocks: cutlass.Constexpr) -> QueryBlock:
     """The block of this CTA, in a grid with a CTA for each block of each head and batch entry
@@ -55,10 +63,9 @@ def own_block(x: cute.Tensor, cu_seqlens: cute.Tensor | None, blocks: cutlass.Co
     _, Hq, count = heads_and_blocks(x, cu_seqlens, blocks)
     rest = group // Hq
     batch, head, block = rest // count, group % Hq, rest % count
-    number = (Int64(batch) * Hq + head) * count + block
     if cutlass.const_expr(cu_seqlens is None):
-        first = block * blocks.queries
-        return QueryBlock(batch, head, first, x.shape[1] - first, number)
+        return block_of(x, blocks, batch, head, block)
+    number = (Int64(batch) * Hq + head) * count + block
     b = sequence_of(block, cu_seqlens, blocks)
     start, end = cu_seqlens[b], cu_seqlens[b + 1]
     first = start + (block - blocks.first(start, b)) * blocks.queries

@@ -1,1 +1,3 @@
-"""Gradients. Read plan, launch, kernel, load, mainloop, walk, weights, store_dq, finish_dq and epilogue."""
+"""Gradients. Read plan, launch, kernel, load, mainloop, preprocess, walk, weights, store_commands,
+store_warp, finish_dq and epilogue.
+"""

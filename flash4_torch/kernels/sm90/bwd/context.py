@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 
 from ...common import attn_mask
+from ...common.bwd.row_stats import RowInputs
 from ...common.cta_pair import CtaPair
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs
@@ -107,6 +108,8 @@ class Context:
     """The peer CTA's dS: only its full barriers are used."""
     cta_pair: CtaPair | None
     """What else the CTAs of a cluster share."""
+    write_stats: Ring | None
+    """One stage, filled once: all statistics of the CTA's rows are in global memory."""
     sequence_end: Ring
     """One stage: rows at a packed sequence's end, which the load warp itself waits for, as another sequence's
     follow."""
@@ -120,10 +123,13 @@ class Context:
     sKeepBits: cute.Tensor | None
     """(32, words, strips of 16 keys, q_stages): see `dropout.take`."""
     stats: cute.Tensor
+    row_inputs: RowInputs | None
+    """What the statistics are computed from, with `preprocesses`."""
     dq_acc: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
-    tile_counter: cute.Tensor
+    tile_counter: cute.Tensor | None
+    """None with `preprocesses`: a CTA claims no further work."""
     dq_semaphore: cute.Tensor | None
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None

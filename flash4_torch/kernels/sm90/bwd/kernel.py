@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...common import attn_mask, dropout, ring, smem_layouts
+from ...common.bwd.row_stats import RowInputs
 from ...common.bwd.tiles import WORK_TILE_WORDS
 from ...common.cta_pair import cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
 from ...common.launch_params import LaunchParams
@@ -38,10 +39,11 @@ def backward_kernel(
     layouts: Layouts,
     turned: Turned,
     stats: cute.Tensor,
+    row_inputs: RowInputs | None,
     dq_acc: cute.Tensor,
     dk: cute.Tensor,
     dv: cute.Tensor,
-    tile_counter: cute.Tensor,
+    tile_counter: cute.Tensor | None,
     dq_semaphore: cute.Tensor | None,
     cu_seqlens_q: cute.Tensor | None,
     cu_seqlens_k: cute.Tensor | None,
@@ -113,6 +115,7 @@ def backward_kernel(
         weights=weights,
         exchange=exchange,
         cta_pair=make_cta_pair(memory, peer),
+        write_stats=ring.allocate(memory, 1) if config.preprocesses else None,
         sequence_end=ring.allocate(memory, 1),
         work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * config.kv_stages),
         sdQ=sdQ,
@@ -120,6 +123,7 @@ def backward_kernel(
         keep_bits=keep_bits,
         sKeepBits=sKeepBits,
         stats=stats,
+        row_inputs=row_inputs,
         dq_acc=dq_acc,
         dk=dk,
         dv=dv,
@@ -142,6 +146,8 @@ def backward_kernel(
                 ring.initialise(edge, 1, writers=WARPS)
         if cutlass.const_expr(plan.cluster_size > 1):
             ring.initialise(ctx.cta_pair.work_ring, 1)
+        if cutlass.const_expr(config.preprocesses):
+            ring.initialise(ctx.write_stats, 1, writers=plan.consumer_warps)
         if cutlass.const_expr(plan.features.dropout):
             ring.initialise(ctx.keep_bits, plan.consumer_warps, writers=plan.rng_warps)
         cute.arch.mbarrier_init_fence()

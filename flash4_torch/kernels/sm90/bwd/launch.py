@@ -13,6 +13,7 @@ from ....configs.types import Features, Scope, Sm90Backward
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.bwd.launch import compile_for_any, map_of
+from ...common.bwd.row_stats import RowInputs
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs
 from ...common.smem_layouts import column_major_layout, row_major_layout
@@ -44,6 +45,7 @@ def backward(
     params: LaunchParams,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
+    row_inputs: RowInputs | None = None,
 ) -> None:
     """Launch dk, dv, and dq_acc += dq / scale; with scope `KV_HEAD` dk, dv and dq.
 
@@ -61,6 +63,8 @@ def backward(
 
     With scope `KV_HEAD` dq_acc is (CTAs, Hq / Hk, blocks, floats) with any contents. The number of CTAs is
     `params.num_sms`, or that of the batch's KV heads if there are fewer. dq is like q.
+
+    row_inputs: see `preprocess_and_backward`.
     """
     plan.check()
     q, k, v, dk, dv = host.in_order(params.heads_first, q, k, v, dk, dv)
@@ -116,6 +120,7 @@ def backward(
         layouts,
         turned,
         stats,
+        row_inputs,
         dq_acc,
         dk,
         dv,
@@ -129,10 +134,45 @@ def backward(
         params,
         plan,
     )
-    tile_scheduler.launch(kernel, plan, num_work, params.num_sms, stream)
+    num_ctas = num_work if config.preprocesses else params.num_sms
+    tile_scheduler.launch(kernel, plan, num_work, num_ctas, stream)
+
+
+@cute.jit
+def preprocess_and_backward(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    dout: cute.Tensor,
+    stats: cute.Tensor,
+    dq_acc: cute.Tensor,
+    dq: cute.Tensor,
+    dk: cute.Tensor,
+    dv: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    rng_state: cute.Tensor | None,
+    params: LaunchParams,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
+) -> None:
+    """Launch stats, and dk, dv and dq of `backward` with scope `KV_HEAD`, in one kernel with `preprocesses`.
+
+    out like dout; lse (B, Hq, Sq) float32, contiguous; both as the preprocess kernel takes them, which gets
+    the same stats from them. stats and dq_acc may have any contents; there is a CTA for each KV head of the
+    batch. It is without what scope `KV_HEAD` does not take, and without a counter of tiles.
+    """
+    inputs = RowInputs(*host.in_order(params.out_heads_first, out, dout), lse)
+    none = (None,) * 6
+    backward(q, k, v, dout, stats, dq_acc, dq, dk, dv, *none, rng_state, params, plan, stream, inputs)
 
 
 def compile_backward(features: Features, config: Sm90Backward) -> Any:
-    """`backward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
+    """`backward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`.
+
+    With `preprocesses` it is `preprocess_and_backward`.
+    """
     plan = Plan(features, config)
-    return compile_for_any(backward, plan, plan.blocks.floats)
+    if not config.preprocesses:
+        return compile_for_any(backward, plan, plan.blocks.floats)
+    return compile_for_any(preprocess_and_backward, plan, plan.blocks.floats)

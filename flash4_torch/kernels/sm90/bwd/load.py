@@ -30,25 +30,38 @@ class Cursors(NamedTuple):
     end: Cursor
 
 
-@role(produces=("load_q", "load_do", "load_k", "load_v", "sequence_end"), consumes=("sequence_end",))
+@role(
+    produces=("load_q", "load_do", "load_k", "load_v", "sequence_end"),
+    consumes=("write_stats", "sequence_end"),
+)
 @cute.jit
 def load(ctx: Context) -> None:
     """Load every tile's K and V, with the work tile, and its blocks of rows in the consumers' order."""
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     work_idx = tile_scheduler.initial_work(ctx)
-    while work_idx < shape.num_work:
-        number = tile_scheduler.prefetch_work(ctx, shape.num_work)
-        tile = _tile(ctx, shape, work_idx)
-        if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
-            for _ in cutlass.range(shape.tiles_per_head, unroll=1):
+    if cutlass.const_expr(ctx.plan.config.preprocesses):
+        at = _load_head(ctx, at, shape, _tile(ctx, shape, work_idx))
+    else:
+        while work_idx < shape.num_work:
+            number = tile_scheduler.prefetch_work(ctx, shape.num_work)
+            tile = _tile(ctx, shape, work_idx)
+            if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
+                at = _load_head(ctx, at, shape, tile)
+            elif tiles.first_key(ctx, tile) < tile.Sk:
                 at = _load_tile(ctx, at, tile)
-                tile = tile._replace(index=tile.index - 1)
-        elif tiles.first_key(ctx, tile) < tile.Sk:
-            at = _load_tile(ctx, at, tile)
-        work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
-        at = at._replace(work_idx=work_at)
+            work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
+            at = at._replace(work_idx=work_at)
     signal_end(ctx, at.kv)
+
+
+@cute.jit
+def _load_head(ctx: Context, at: Cursors, shape: Shape, tile: Tile) -> Cursors:
+    """Load all tiles of a KV head; `tile` is its last one."""
+    for _ in cutlass.range(shape.tiles_per_head, unroll=1):
+        at = _load_tile(ctx, at, tile)
+        tile = tile._replace(index=tile.index - 1)
+    return at
 
 
 @cute.jit
@@ -80,6 +93,9 @@ def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
     end_at, keys = at.end, _keys_of(ctx, tile)
     if cutlass.const_expr(not ctx.plan.load_q_first):
         end_at = _load_keys_and_values(ctx, at.kv, end_at, tile, keys)
+    if cutlass.const_expr(ctx.plan.config.preprocesses):
+        # The barrier's first phase ends once, and is over for all further tiles.
+        ring.wait_full(ctx.write_stats, ring.start())
     q_at, do_at = at.q, at.do
     span, heads = tiles.span_of(ctx, tile), tiles.group(ctx)
     if cutlass.const_expr(ctx.plan.heads_inner):

@@ -28,6 +28,7 @@ from .context import Context
 from .epilogue import epilogue, epilogue_via_dq_smem
 from .finish_dq import fetch_sums, finish_dq, is_last
 from .plan import NamedBarrier
+from .preprocess import preprocess
 from .state import Cursors, Thread, TileState, after_block, rows_at, slot_at, start
 from .store_commands import add_dq, send_end
 from .weights import differentiate, dropped, mask_rows, recompute_p
@@ -36,10 +37,15 @@ ALONE = 2
 """A value of `_block`'s `last`, instead of True: only the first warpgroup's keys take part in the block."""
 
 
-@role(produces=("share_ds",), consumes=("load_q", "load_do", "load_k", "load_v", "keep_bits", "share_ds"))
+@role(
+    produces=("write_stats", "share_ds"),
+    consumes=("load_q", "load_do", "load_k", "load_v", "keep_bits", "share_ds"),
+)
 @cute.jit
 def mainloop(ctx: Context, warpgroup: Int32) -> None:
     plan = ctx.plan
+    if cutlass.const_expr(plan.config.preprocesses):
+        preprocess(ctx)
     thread, _, _ = cute.arch.thread_idx()
     t = Thread(
         warpgroup,

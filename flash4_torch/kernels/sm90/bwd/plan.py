@@ -14,11 +14,14 @@ processes against every row of queries, of all query heads of the group, that se
     load_k, load_v    K and V of a tile, and the work tile; `kv_stages` each. dK and dV leave through their
                       stages, or with `dkv_via_dq_smem` through the slots of dQ
     load_q, load_do   blocks of rows, with the results of the preprocess kernel: lse with Q, delta with dO
+    write_stats       the results of `preprocesses`, which the load warp fetches from global memory
     keep_bits         a bit for each weight of a block: whether dropout keeps it
     share_ds          dS of all keys, which is written and read by all warpgroups; `ds_stages`
 
 With scope `KV_HEAD` a CTA claims a KV head, and processes its tiles one after another, the last one first. It
 keeps their sums of dQ in a workspace of its own, to which the first tile, see finish_dq.py, adds its share.
+With `preprocesses` it has no other KV head, and its consumers do before what else the preprocess kernel does,
+see preprocess.py.
 
 In a cluster the two CTAs claim a pair of neighbouring tiles, and both visit every block that either tile
 sees: each CTA loads one half of the block into both.
@@ -33,6 +36,8 @@ from ....configs.types import SHARED_MEMORY, WARPGROUPS, Scope, Sm90Backward, ti
 from ...common.budget import Budget, always, registers_of
 from ...common.bwd.dq_blocks import DqBlocks
 from ...common.bwd.plan import BackwardPlan
+from ...common.bwd.row_blocks import PreprocessPlan, RowBlocks
+from ...common.bwd.row_stats import NUM_WARPS
 from ...common.warps import GROUP, WARPS, registers_suffice
 from ..warps import ROWS, WARP_ROWS
 
@@ -156,6 +161,11 @@ class Plan(BackwardPlan):
         return self.scope == Scope.KV_HEAD and self.heads_inner and not self.features.right
 
     @property
+    def preprocess(self) -> PreprocessPlan:
+        """The preprocess kernel's plan: with `preprocesses`, of what the consumers do instead."""
+        return PreprocessPlan(self.features.dtype, self.features.Dv, RowBlocks.of(self.blocks), clears=False)
+
+    @property
     def load_q_first(self) -> bool:
         """Whether a tile's first Q and dO are loaded before its K and V; only where one loop loads all."""
         return self.config.load_q_first and self.heads_inner
@@ -265,6 +275,8 @@ class Plan(BackwardPlan):
         # With scope `KV_HEAD` the first tile has to visit all rows, and to lie where a head's tiles begin.
         others = f.left or f.mask or any(f.mods) or f.varlen or f.deterministic or c.role_split
         assert c.scope != Scope.KV_HEAD or not others
+        assert not c.preprocesses or (c.scope == Scope.KV_HEAD and not f.large_scores)
+        assert not c.preprocesses or self.consumer_warps == NUM_WARPS
         assert not f.dmask or f.float_mask
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)
         assert c.kv_stages in (1, 2) and c.ds_stages in (1, 2) and min(c.q_stages, c.do_stages) >= 1
