@@ -11,6 +11,9 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+import torch
+from torch import Tensor
+
 from .backends.compiled import (
     APPEND_KVCACHE,
     DECODE,
@@ -31,14 +34,23 @@ from .backends.compiled import (
     serving,
     weights,
 )
-from .backends.kvcache import append, merge
+from .backends.compiled.backend import num_sms
+from .backends.compiled.served import missing_packages
+from .backends.kvcache import append, choose, merge
 from .backends.kvcache import compiled as kvcache
-from .compile import Key, aot, pool
+from .backends.kvcache.choice import find_kernels
+from .compile import Key, aot, function, pool
 from .compile.arch import checked
 from .compile.pool import Prepared
 from .configs.types import Features, Scope
 from .errors import ArgumentError, ExportError, RangeError, hint
-from .progress import Bar, Lines
+from .kvcache_problem import CacheExtent, CacheProblem
+from .progress import Bar, Lines, Notes
+from .reference.kvcache import Append
+
+Step = CacheProblem | Append | tuple[Tensor, ...]
+"""A call that a server's steps make: of attention over a cache, an append, or tensors of parts (N, B, Sq, Hq,
+Dv) to merge."""
 
 DTYPES = ("bfloat16", "float16")
 ALL_DTYPES = (*DTYPES, "float32")
@@ -114,6 +126,58 @@ def warmup(
     """
     keys = kernels(arch, head_dims, dtypes, features, groups, gradients)
     return pool.prepare(keys, _jobs(jobs), *_shown(log))
+
+
+def warmup_steps(steps: Sequence[Step], index: int, log: TextIO | None = None) -> list[Prepared]:
+    """Compiles and loads the kernels that a server's steps may need, so that no request waits for them.
+
+    Args:
+        steps: calls with the largest sizes that they become, of tensors on device `index`: what
+            `kvcache.steps` describes, or parts of results that are merged.
+        index: that of a CUDA device.
+        log: a text file that gets a line now and then. Default: stderr; a progress bar if that is a terminal.
+
+    Returns:
+        The kernels, as `warmup` does: none where kernels were exported, or where no compiler is installed.
+
+    Raises:
+        Flash4Error: some kernels failed, or the cache cannot be written to. Steps then compile what they
+            need.
+    """
+    if missing_packages(exported=False):
+        return []
+    served = find_kernels("attention_kvcache", torch.device("cuda", index), [])
+    if served is None:
+        return []
+    keys = [key for key in kernels_of_steps(steps, served.target, num_sms(index)) if aot.find(key) is None]
+    if not keys:
+        return []
+    log = sys.stderr if log is None else log
+    prepared = pool.prepare(keys, None, Bar(log) if log.isatty() else Notes(log))
+    for key in keys:
+        function(*key)
+    return prepared
+
+
+def kernels_of_steps(steps: Sequence[Step], target: Target, num_sms: int) -> list[Key]:
+    """Every kernel that calls like these with sizes up to theirs look for, on a GPU of so many SMs, once."""
+    # Layers of a model are alike.
+    different = dict.fromkeys(steps)
+    found = {kernel: None for step in different for kernel in _of_step(step, target, num_sms)}
+    return [Key(entry, static, target.arch) for entry, static in found]
+
+
+def _of_step(step: Step, target: Target, num_sms: int) -> Iterator[tuple[str, tuple[object, ...]]]:
+    if isinstance(step, Append):
+        yield from append.reachable(step, target)
+    elif isinstance(step, CacheProblem):
+        # Who serves the smallest call serves all but those whose sizes nobody's kernels take.
+        *_, Hq, Hk, page_size = step.extent
+        backend = choose(step.of_sizes(CacheExtent(1, 1, 1, 1, Hq, Hk, page_size)))
+        if isinstance(backend, kvcache.Compiled):
+            yield from backend.reachable(step, num_sms)
+    else:
+        yield from merge.reachable(step)
 
 
 def export(

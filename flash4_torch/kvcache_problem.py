@@ -76,6 +76,10 @@ class CacheProblem(NamedTuple):
     softcap: float
     num_splits: int
 
+    def of_sizes(self, extent: CacheExtent) -> CacheProblem:
+        """The same call with other sizes."""
+        return CacheProblem(self.spec, extent, *self[2:])
+
     def __str__(self) -> str:
         s, e = self.spec, self.extent
         features = [

@@ -8,6 +8,7 @@ from typing import TextIO
 
 from .backends.compiled import (
     APPEND_KVCACHE,
+    DECODE,
     GROUP_REDUCE,
     MASK_BLOCKS,
     MASK_TRANSPOSE,
@@ -34,6 +35,7 @@ _KINDS = {
     WEIGHTS: "attention weights",
     MASK_BLOCKS: "blocks of attn_mask",
     MASK_TRANSPOSE: "attn_mask transposed, and its blocks",
+    DECODE: "few tokens over a KV cache",
     APPEND_KVCACHE: "append to a KV cache",
     MERGE_STATES: "merge of partial results",
 }
@@ -80,6 +82,26 @@ class Lines:
 
     def _write(self, line: str) -> None:
         print(line, file=self._log, flush=True)
+
+
+class Notes:
+    """A line now and then, for the log of a server; none if there is nothing to compile."""
+
+    def __init__(self, log: TextIO, seconds: float = 10.0) -> None:
+        self._log, self._seconds = log, seconds
+        self._pace: _Pace | None = None
+        self._last = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        begins = self._pace is None
+        self._pace = self._pace or _Pace(done, total)
+        if begins and done == total:
+            return
+        now = time.monotonic()
+        if begins or done == total or now >= self._last + self._seconds:
+            self._last = now
+            line = f"flash4_torch: {done} of {total} kernels are compiled{self._pace.left(done)}"
+            print(line, file=self._log, flush=True)
 
 
 class Bar:

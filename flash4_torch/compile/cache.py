@@ -6,8 +6,9 @@ have other names.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,15 @@ def obtained(digest: str, build: Callable[[Path], Path]) -> Iterator[Path]:
 def loadable(file: Path) -> AbstractContextManager[Path]:
     """The path to load `file` by, after another check of the file: see `store.loadable`."""
     return store.loadable(file, partial(store.why_not_whole, stem=file.stem))
+
+
+@contextmanager
+def alone(digests: Iterable[str]) -> Iterator[None]:
+    """A context for one process at a time of those that prepare the same kernels, as an engine's workers do:
+    the others wait, and then find them."""
+    name = hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()[:32]
+    with store.locked(folder() / f"{name}.lock"):
+        yield
 
 
 def require_writable() -> None:

@@ -37,13 +37,33 @@ def prepare(
 ) -> list[Prepared]:
     """Compiles the kernels of `keys` that the cache lacks, `jobs` at a time (default: one per processor).
 
+    Where several processes prepare the same kernels at once, one does, and the others wait for it.
+
     progress: called with the number of finished kernels and the total; first with those already there.
     made: called with each kernel, those already there first, and the seconds that it took or the sentence
         that says why it failed.
     Raises CompileError after all others are done, and RangeError if the cache cannot be written to.
     """
     cache.require_writable()
-    missing = [key for key in keys if cache.find(key.digest) is None]
+    digests = [key.digest for key in keys]
+    missing = _missing(keys, digests)
+    if not missing:
+        return _compiled(keys, missing, jobs, progress, made)
+    with cache.alone(digests):
+        return _compiled(keys, _missing(keys, digests), jobs, progress, made)
+
+
+def _missing(keys: Sequence[Key], digests: Sequence[str]) -> list[Key]:
+    return [key for key, digest in zip(keys, digests, strict=True) if cache.find(digest) is None]
+
+
+def _compiled(
+    keys: Sequence[Key],
+    missing: Sequence[Key],
+    jobs: int | None,
+    progress: Callable[[int, int], None],
+    made: Callable[[Key, float | str], None],
+) -> list[Prepared]:
     jobs = max(1, min(jobs or len(os.sched_getaffinity(0)), len(missing)))
     seconds: dict[Key, float] = {}
     failures: list[str] = []

@@ -88,21 +88,48 @@ def work_of(
     )
 
 
+def possible_shares(work: Work) -> set[tuple[int, bool]]:
+    """Clusters, and whether there are several parts, of all that `even_shares` returns where tiles are at
+    least as many, and blocks at most; and of some more.
+    """
+    most, found = _most_splits(work), {(1, False)}
+    for size in _sizes(work.gpu):
+        parts = _parts_at_once(work, size)
+        if parts and most > size // 2:
+            found.add((size, False))
+        if parts > 1 and most > size:
+            found.add((size, True))
+    return found
+
+
+def _most_splits(work: Work) -> int:
+    return max(work.blocks // LEAST_BLOCKS, 1)
+
+
+def _sizes(gpu: Gpu) -> tuple[int, ...]:
+    """CTAs of clusters that may share a tile by numbers of splits."""
+    return gpu.clusters[1:] or (1,)
+
+
+def _parts_at_once(work: Work, size: int) -> int:
+    """Clusters of that size that each tile may have, if all are to run at once."""
+    return _clusters_at_once(work, size, _ctas(work)) // work.tiles
+
+
 def even_shares(work: Work, num_splits: int = 0) -> Shares:
     """The splits that take the least time: a bound, of which the kernel takes fewer where a sequence is so
     short that they had less than `LEAST_BLOCKS` blocks.
 
     num_splits: how many to take, if not 0.
     """
-    most = max(work.blocks // LEAST_BLOCKS, 1)
+    most = _most_splits(work)
     choice = [Shares(1, 1, 1)]
     if num_splits:
         sizes = _clusters_of(work.gpu, num_splits)
         choice = [Shares(num_splits, size, -(-num_splits // size)) for size in sizes]
     else:
-        for size in work.gpu.clusters[1:] or (1,):
-            parts = _clusters_at_once(work, size, _ctas(work)) // work.tiles
-            numbers = {min(size * n, most) for n in range(1, parts + 1)}
+        for size in _sizes(work.gpu):
+            numbers = {min(size * n, most) for n in range(1, _parts_at_once(work, size) + 1)}
             choice += [Shares(n, size, -(-n // size)) for n in sorted(numbers) if n > size // 2]
 
     def time(shares: Shares) -> float:
@@ -112,9 +139,20 @@ def even_shares(work: Work, num_splits: int = 0) -> Shares:
     return min(choice, key=time)
 
 
+def possible_group_shares(work: Work, sizes: Sequence[int]) -> set[tuple[int, bool]]:
+    """The same of `group_shares`, with any tiles."""
+    may_have_parts = {False, _fixed_splits(work) > GROUP}
+    return {(size, has_parts) for size in sizes for has_parts in may_have_parts}
+
+
+def _fixed_splits(work: Work) -> int:
+    """Splits of a fixed length."""
+    return -(-work.blocks * KEYS // SPLIT_KEYS)
+
+
 def group_shares(work: Work, sizes: Sequence[int]) -> Shares:
     """The same of groups, for clusters of one of these sizes."""
-    splits = -(-work.blocks * KEYS // SPLIT_KEYS)
+    splits = _fixed_splits(work)
     groups = -(-splits // GROUP)
     # Results of splits take room from stages.
     ctas = {size: _ctas(work, group_bytes(work.rows, work.Dv, size)) for size in sizes}

@@ -7,7 +7,7 @@ the units of an SM, and by the constants with which FlashAttention-4 was tuned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from .packing import best_pack, cover, may_pack, possible_packs
@@ -28,10 +28,10 @@ class Row(NamedTuple):
     config: Sm100Forward
     why: str
 
-    def admits(self, features: Features, Sq: int, rows: int) -> bool:
+    def admits_sizes(self, Sq: int, rows: int) -> bool:
         """Whether the row serves that many query positions; one CTA of a pair alone would have none."""
         alone = self.config.cluster > 1 and Sq <= self.config.queries
-        return self.admits_features(features) and not alone and (self.rows is None or rows <= self.rows)
+        return not alone and (self.rows is None or rows <= self.rows)
 
     def admits_features(self, features: Features) -> bool:
         return (
@@ -102,7 +102,7 @@ def forward(
 def row(features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None = None) -> Row:
     """The row that serves a call: see `forward`."""
     rows = Sq * cover(group) if may_pack(features) else Sq
-    return next(r for r in TABLE if r.admits(features, Sq, rows))
+    return next(r for r in _rows_until_one_admits_all(features) if r.admits_sizes(Sq, rows))
 
 
 def limits(features: Features) -> list[str]:
@@ -130,12 +130,12 @@ def _beside(features: Features, config: Sm100Forward) -> Sm100Forward:
     return config._replace(polynomial=0) if features.dropout and config.q_tiles == 1 else config
 
 
-def _rows_until_one_admits_all(features: Features) -> Iterator[Row]:
-    for row in TABLE:
-        if row.admits_features(features):
-            yield row
-            if row.rows is None and row.config.cluster == 1:
-                return
+@lru_cache(maxsize=1024)
+def _rows_until_one_admits_all(features: Features) -> tuple[Row, ...]:
+    """The rows that admit the features, up to the first one that admits all sizes."""
+    rows = [row for row in TABLE if row.admits_features(features)]
+    last = next((i for i, row in enumerate(rows) if row.rows is None and row.config.cluster == 1), len(rows))
+    return tuple(rows[: last + 1])
 
 
 def fits(features: Features, config: Sm100Forward) -> bool:

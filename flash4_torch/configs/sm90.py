@@ -7,7 +7,7 @@ peer's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from . import programs
@@ -56,12 +56,8 @@ class Row(NamedTuple):
         """The config, for a block of keys from pages perhaps another one."""
         return self.in_boxes or self.config if features.page_box > 16 else self.config
 
-    def admits(self, features: Features, rows: int, keys: int) -> bool:
-        return (
-            self.admits_features(features)
-            and (self.rows is None or rows <= self.rows)
-            and (self.keys is None or keys <= self.keys)
-        )
+    def admits_sizes(self, rows: int, keys: int) -> bool:
+        return (self.rows is None or rows <= self.rows) and (self.keys is None or keys <= self.keys)
 
     def admits_features(self, features: Features) -> bool:
         return (
@@ -190,7 +186,7 @@ def row(features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None =
     """The row that serves a call: see `forward`."""
     seen = Sk if seen is None else min(seen, Sk)
     rows = Sq * cover(group) if may_pack(features) else Sq
-    return next(r for r in TABLE if r.admits(features, rows, seen))
+    return next(r for r in _rows_until_one_admits_all(features) if r.admits_sizes(rows, seen))
 
 
 def limits(features: Features) -> list[str]:
@@ -214,12 +210,12 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
     return tuple(found)
 
 
-def _rows_until_one_admits_all(features: Features) -> Iterator[Row]:
-    for row in TABLE:
-        if row.admits_features(features):
-            yield row
-            if row.rows is None and row.keys is None:
-                return
+@lru_cache(maxsize=1024)
+def _rows_until_one_admits_all(features: Features) -> tuple[Row, ...]:
+    """The rows that admit the features, up to the first one that admits all sizes."""
+    rows = [row for row in TABLE if row.admits_features(features)]
+    last = next((i for i, row in enumerate(rows) if row.rows is None and row.keys is None), len(rows))
+    return tuple(rows[: last + 1])
 
 
 def _completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa: int) -> Sm90Forward:

@@ -1,10 +1,14 @@
 """The fast path of `attention_kvcache`; the law is that of `fast_path`.
 
-signature, call = kvcache.lookup(tensors, flags)
+signature, call = kvcache.lookup(tensors, bounds, flags)
 if call is not None:
     return call(*tensors)
 ...
-kvcache.record(signature, inputs, options)
+kvcache.record(signature, flags, inputs, options)
+
+Steps of a server are calls of one kind, whose sizes change: tokens, sequences, columns of the table, bounds.
+A kind is checked once, by the slow path. What a new number of sequences, or new bounds decide is decided once
+for these; tokens and columns decide nothing.
 """
 
 from __future__ import annotations
@@ -20,25 +24,34 @@ from ..backends import ALIGNMENT
 from ..backends import kvcache as backends
 from ..backends.constants import one
 from ..backends.kvcache import CacheLaunch
-from ..kvcache_problem import CacheInputs, CacheOptions
+from ..kvcache_problem import CacheExtent, CacheInputs, CacheOptions, CacheProblem
 from ..ops.kvcache import check_values, describe
 from .conditions import must_take_slow_path
 
-Signature = tuple[Any, ...]
+Kind = tuple[Any, ...]
+"""What calls have in common whose sizes alone differ."""
+Sizes = tuple[int, int, int]
+"""B, max_seqlen_q and max_seqlen_k, from 1 on."""
+Signature = tuple[Kind, Sizes]
 
-_MOST = 4096
-"""Signatures to remember; when the memory is full, it is cleared."""
+_MOST_KINDS, _MOST_SIZES = 1024, 1024
+"""Kinds to remember, and sizes of each; when a memory is full, it is cleared."""
+_MOST_TOKENS, _LONGEST = 1 << 28, 1 << 29
+"""Calls of more tokens, or bounds above this, take the slow path, which knows who counts them."""
 _PLAIN = frozenset({bool, int, float, type(None)})
 
-_calls: dict[Signature, CacheCall | None] = {}
+_UNKNOWN: Any = object()
+"""What stands for sizes that have not been looked at; None for those that the slow path must serve."""
+
+_calls: dict[Kind, Calls] = {}
 
 
 class CacheCall(NamedTuple):
     """A prepared call of `attention_kvcache`."""
 
     launch: CacheLaunch
-    shape: tuple[int, ...]
-    """Shape of out, (B, Sq, Hq, Dv) or (T, Hq, Dv)."""
+    batch: tuple[int, int] | None
+    """B and Sq of q (B, Sq, Hq, D), or None if it is packed."""
     scales: tuple[int, int] | None
     """B and Hk, if the cache has 8-bit numbers."""
 
@@ -55,48 +68,159 @@ class CacheCall(NamedTuple):
         v_scale: Tensor | None,
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        shape = self.shape
         if self.scales is not None:
-            k_scale, v_scale = (
-                (one(q.device) if x is None else x).expand(self.scales) for x in (k_scale, v_scale)
-            )
+            k_scale, v_scale = _of_heads(q, (k_scale, v_scale), self.scales)
         tensors = (k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, None, sinks, k_scale, v_scale)
-        if len(shape) == 3:
+        if self.batch is None:
             return self.launch(CacheInputs(q, *tensors), out)
-        B, Sq, Hq, Dv = shape
-        packed_out = None if out is None else out.view(B * Sq, Hq, Dv)
-        result, lse = self.launch(CacheInputs(q.view(B * Sq, Hq, -1), *tensors), packed_out)
-        return result.view(shape) if out is None else out, lse.view(Hq, B, Sq).transpose(0, 1)
+        result, lse = self.launch(CacheInputs(q.flatten(0, 1), *tensors), _packed(out))
+        B, Sq = self.batch
+        own = result.view(B, Sq, *result.shape[1:]) if out is None else out
+        return own, lse.view(lse.shape[0], B, Sq).transpose(0, 1)
 
 
-def lookup(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> tuple[Signature | None, CacheCall | None]:
+class Calls:
+    """The calls of one kind, which the slow path has served once, by their sizes."""
+
+    __slots__ = ("backend", "by_sizes", "options", "problem")
+
+    def __init__(self, problem: CacheProblem, options: CacheOptions):
+        self.problem = problem
+        self.options = options
+        backend = backends.choose(problem)
+        self.backend = backend if isinstance(backend, backends.PreparesCache) else None
+        self.by_sizes: dict[Sizes, CacheCall | None] = {}
+
+    def prepare(self, sizes: Sizes, tensors: tuple[Any, ...]) -> CacheCall | None:
+        """The call of these sizes; None if it must take the slow path."""
+        if len(self.by_sizes) >= _MOST_SIZES:
+            self.by_sizes.clear()
+        call = self.by_sizes[sizes] = self._prepared(sizes, *tensors)
+        return call
+
+    def _prepared(
+        self,
+        sizes: Sizes,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_table: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        seqused_k: Tensor | None,
+        sinks: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        out: Tensor | None,
+    ) -> CacheCall | None:
+        (B, Sq, Sk), (_, _, _, _, Hq, Hk, page_size) = sizes, self.problem.extent
+        is_packed = q.dim() == 3
+        T = q.shape[0] if is_packed else B * Sq
+        problem = self.problem.of_sizes(CacheExtent(B, T, Sq, Sk, Hq, Hk, page_size))
+        # Nearly always it is the same one; where it is not, a call is not worth its preparation.
+        if (backend := self.backend) is None or backends.choose(problem) is not backend:
+            return None
+        scales = None
+        if problem.spec.cache_dtype.itemsize == 1:
+            scales = B, Hk
+            k_scale, v_scale = _of_heads(q, (k_scale, v_scale), scales)
+        packed = q if is_packed else q.flatten(0, 1)
+        rest = k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, None, sinks, k_scale, v_scale
+        launch = backend.prepare(CacheInputs(packed, *rest), problem, out if is_packed else _packed(out))
+        if launch is None:
+            return None
+        if problem.spec.device == "cpu":
+            launch = _checked(launch, self.options._replace(max_seqlen_q=Sq, max_seqlen_k=Sk))
+        return CacheCall(launch, None if is_packed else (B, Sq), scales)
+
+
+def _of_heads(q: Tensor, scales: tuple[Tensor | None, ...], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Views (B, Hk) of both scales."""
+    k_scale, v_scale = ((one(q.device) if x is None else x).expand(shape) for x in scales)
+    return k_scale, v_scale
+
+
+def _packed(out: Tensor | None) -> Tensor | None:
+    return None if out is None else out.view(out.shape[0] * out.shape[1], *out.shape[2:])
+
+
+def lookup(
+    tensors: tuple[Any, ...], bounds: tuple[Any, Any], flags: tuple[Any, ...]
+) -> tuple[Signature | None, CacheCall | None]:
     """The call's signature (None if it must take the slow path), and the prepared call, if there is one.
 
     tensors: q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, sinks, k_scale, v_scale and out, or
-    None in their place. flags: everything else, all of it scalars.
+    None in their place. bounds: max_seqlen_q and max_seqlen_k. flags: everything else, all of it scalars.
     """
     if is_dynamo_compiling() or must_take_slow_path() or _is_any_autocast_enabled():
         return None, None
-    may_need_grad = is_grad_enabled()
-    signature: Signature = (*flags, *map(type, flags))
     try:
-        for x in tensors:
-            if x is None:
-                signature += (None,)
-                continue
-            place = x.data_ptr()
-            if (
-                not (type(x) is Tensor or type(x) is Parameter)
-                or not place
-                or x.is_neg()
-                or (may_need_grad and x.requires_grad)
-            ):
-                return None, None
-            signature += (x.shape, x.stride(), x.dtype, x.get_device(), place % ALIGNMENT)
-        return signature, _calls.get(signature)
-    except (TypeError, ValueError, RuntimeError, AttributeError):
+        signature = _signature(tensors, *bounds, flags)
+        calls = None if signature is None else _calls.get(signature[0])
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
         # An argument that is none: the slow path reports it.
         return None, None
+    if signature is None or calls is None:
+        return signature, None
+    call = calls.by_sizes.get(signature[1], _UNKNOWN)
+    return signature, calls.prepare(signature[1], tensors) if call is _UNKNOWN else call
+
+
+def _signature(
+    tensors: tuple[Any, ...], max_seqlen_q: Any, max_seqlen_k: Any, flags: tuple[Any, ...]
+) -> Signature | None:
+    """The kind and the sizes of a call, or None if sizes do not fit one another, or are none.
+
+    Whatever the slow path decides, or refuses, depends on these and on nothing else.
+    """
+    q, k_cache, _, block_table, cu_seqlens_q, seqused_k, _, k_scale, v_scale, out = tensors
+    q_shape = q.shape
+    if len(q_shape) == 3:
+        T, B = q_shape[0], cu_seqlens_q.shape[0] - 1
+        Sq = T if max_seqlen_q is None else max_seqlen_q
+        if out is not None and out.shape[0] != T:
+            return None
+        # The number of tokens is no part of the kind.
+        kind: Kind = (3, *flags, *map(type, flags))
+        first = 1
+    else:
+        T, B, Sq = q_shape[0] * q_shape[1], q_shape[0], q_shape[1]
+        kind = (4, max_seqlen_q, type(max_seqlen_q), *flags, *map(type, flags))
+        first = 0
+    if block_table is None:
+        room, fits = k_cache.shape[1], k_cache.shape[0] >= B
+    else:
+        rows, columns = block_table.shape
+        room, fits = k_cache.shape[1] * columns, rows == B
+    Sk = room if max_seqlen_k is None else max_seqlen_k
+    if seqused_k is not None:
+        fits = fits and seqused_k.shape[0] == B
+    if not (fits and type(Sq) is int and type(Sk) is int and B > 0 and 0 < T <= _MOST_TOKENS):
+        return None
+    if not (0 < Sq <= _LONGEST and 0 < Sk <= _LONGEST):
+        return None
+    for scale in (k_scale, v_scale):
+        if scale is not None and scale.dim() == 2:
+            kind += (B,)
+    may_need_grad = is_grad_enabled()
+    for x in tensors:
+        if x is None:
+            kind += (None,)
+            continue
+        place = x.data_ptr()
+        if (
+            not (type(x) is Tensor or type(x) is Parameter)
+            or not place
+            or x.is_neg()
+            or (may_need_grad and x.requires_grad)
+        ):
+            return None
+        if x is block_table or x is cu_seqlens_q or x is seqused_k:
+            kind += (x.dim(), x.dtype, x.get_device())
+        elif x is q or x is out:
+            kind += (x.shape[first:], x.stride(), x.dtype, x.get_device(), place % ALIGNMENT)
+        else:
+            kind += (x.shape, x.stride(), x.dtype, x.get_device(), place % ALIGNMENT)
+    return kind, (B, Sq, Sk)
 
 
 def record(
@@ -104,34 +228,13 @@ def record(
     flags: tuple[Any, ...],
     inputs: CacheInputs,
     options: CacheOptions,
-    shape: tuple[int, ...],
-    out: Tensor | None,
 ) -> None:
-    """Prepares calls of this signature, after the slow path has served one.
-
-    inputs, out: packed, with scales of heads. shape: that of out as the caller gets it.
-    """
-    if signature is None or signature in _calls or not _PLAIN.issuperset(map(type, flags)):
+    """Remembers the kind of this call, which the slow path has served. inputs: packed."""
+    if signature is None or signature[0] in _calls or not _PLAIN.issuperset(map(type, flags)):
         return
-    if len(_calls) >= _MOST:
+    if len(_calls) >= _MOST_KINDS:
         _calls.clear()
-    _calls[signature] = _prepared(inputs, options, shape, out)
-
-
-def _prepared(
-    inputs: CacheInputs, options: CacheOptions, shape: tuple[int, ...], out: Tensor | None
-) -> CacheCall | None:
-    problem = describe(inputs, options)
-    backend = backends.choose(problem)
-    if inputs.causal is not None or not isinstance(backend, backends.PreparesCache):
-        return None
-    launch = backend.prepare(inputs, problem, out)
-    if launch is None:
-        return None
-    if problem.spec.device == "cpu":
-        launch = _checked(launch, options)
-    scales = None if inputs.k_scale is None else (problem.extent.B, problem.extent.Hk)
-    return CacheCall(launch, shape, scales)
+    _calls[signature[0]] = Calls(describe(inputs, options), options)
 
 
 def _checked(launch: CacheLaunch, options: CacheOptions) -> CacheLaunch:
@@ -145,5 +248,5 @@ def _checked(launch: CacheLaunch, options: CacheOptions) -> CacheLaunch:
 
 
 def clear() -> None:
-    """Forgets all signatures; the next call of each takes the slow path."""
+    """Forgets all calls; the next one of each kind takes the slow path."""
     _calls.clear()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..fast_path import kvcache as fast_path
-from ..kvcache_problem import CacheInputs, CacheOptions
+from ..kvcache_problem import CacheInputs, CacheOptions, CacheProblem
 from ..ops import check as common
 from ..ops import kvcache as ops
 from ..ops.keywords import hides_unknown, no_argument
@@ -145,18 +145,79 @@ def attention_kvcache(
     if type(max_seqlen_k) is int and getattr(q, "is_cuda", False) and not torch.compiler.is_compiling():
         max_seqlen_k = coarse_bound(max_seqlen_k)
     if type(window) is tuple:
-        flags = (max_seqlen_q, max_seqlen_k, causal, *window, scale, softcap, num_splits, batch_invariant)
-        signature, call = fast_path.lookup(tensors, flags)
+        flags = (causal, *window, scale, softcap, num_splits, batch_invariant)
+        signature, call = fast_path.lookup(tensors, (max_seqlen_q, max_seqlen_k), flags)
         if call is not None and (return_lse is False or return_lse is True):
             result, lse = call(*tensors)
             _note_change(out)
             return (result, lse) if return_lse else result
+    inputs, options = _checked(
+        q,
+        k_cache,
+        v_cache,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal=causal,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+    )
+    common.flag("return_lse", return_lse)
+    into = None if out is None else check.out(out, q, v_cache).view(*inputs.q.shape[:2], v_cache.shape[-1])
+    result, lse = ops.attention_kvcache(inputs, options, into)
+    _note_change(out)
+    fast_path.record(signature, flags, inputs, options)
+    if q.dim() == 4:
+        result = result.view(*q.shape[:3], v_cache.shape[-1])
+        lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)
+    result = result if out is None else out
+    return (result, lse) if return_lse else result
+
+
+def problem_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> CacheProblem:
+    """What a call of `attention_kvcache` with these arguments is, which is not made: nothing reads a tensor.
+    There is no `out`.
+
+    Raises:
+        ArgumentError: as the call would.
+    """
+    return ops.describe(*_checked(q, k_cache, v_cache, **options))
+
+
+def _checked(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    causal: bool | Tensor = False,
+    window: Window = (None, None),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+) -> tuple[CacheInputs, CacheOptions]:
+    """The operator's arguments, with packed q. Raises ArgumentError."""
     check.tensors(q, k_cache, v_cache)
     check.caches(q, k_cache, v_cache)
     Hk = k_cache.shape[2]
     B = check.sequences(q, k_cache, block_table, cu_seqlens_q, seqused_k)
     room = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
-    packed = q if q.dim() == 3 else q.flatten(0, 1)
     causal_flags = check.causal_flags(causal, B, q)
     band = common.band(True if isinstance(causal, Tensor) else causal, window)
     options = CacheOptions(
@@ -170,7 +231,7 @@ def attention_kvcache(
         batch_invariant=common.flag("batch_invariant", batch_invariant),
     )
     inputs = CacheInputs(
-        packed,
+        q if q.dim() == 3 else q.flatten(0, 1),
         k_cache,
         v_cache,
         block_table,
@@ -181,16 +242,7 @@ def attention_kvcache(
         check.cache_scale("k_scale", k_scale, k_cache, B, Hk),
         check.cache_scale("v_scale", v_scale, v_cache, B, Hk),
     )
-    common.flag("return_lse", return_lse)
-    into = None if out is None else check.out(out, q, v_cache).view(*packed.shape[:2], v_cache.shape[-1])
-    result, lse = ops.attention_kvcache(inputs, options, into)
-    _note_change(out)
-    fast_path.record(signature, flags, inputs, options, (*q.shape[:-1], v_cache.shape[-1]), into)
-    if q.dim() == 4:
-        result = result.view(*q.shape[:3], v_cache.shape[-1])
-        lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)
-    result = result if out is None else out
-    return (result, lse) if return_lse else result
+    return inputs, options
 
 
 def coarse_bound(length: int) -> int:

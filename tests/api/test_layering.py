@@ -62,13 +62,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attend": {"fast_path", "ops"},
     "flex.call": {"flex", "ops"},
     "api": {"fast_path", "ops", "backends", "flex.call", "flex.repeated"},
-    "kvcache": {"fast_path", "ops", "backends"},
+    "kvcache": {"fast_path", "ops", "backends", "reference"},
     "flex.repeated": {"flex", "flex.call", "fast_path", "ops", "reference"},
     "flex.attention": {"flex", "flex.call", "flex.repeated", "ops", "reference"},
     "distributed": {"api", "integrations", "nn", "ops", "reference"},
     "flash_attn": {"api", "kvcache", "ops"},
     "nn": {"attend", "fast_path", "ops"},
     "integrations": {
+        "ahead",
         "api",
         "flex.attention",
         "flex.call",
@@ -78,10 +79,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ops",
         "backends",
     },
+    # Kernels before the first call, which engines ask for, too.
+    "progress": {"backends", "compile", "configs"},
+    "ahead": {"backends", "compile", "configs", "progress", "reference"},
     "testing": {"api", "ops", "backends", "emulator", "reference"},
 }
 # The package's front and its tools, which nothing below imports: "" is flash4_torch/__init__.py.
-TOP = frozenset({"", "__main__", "info", "ahead", "progress", "support_table", "bench"})
+TOP = frozenset({"", "__main__", "info", "support_table", "bench"})
 
 TORCH_FREE = (
     "kernels",

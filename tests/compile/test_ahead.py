@@ -316,6 +316,41 @@ def test_a_log_has_a_line_for_each_kernel_as_soon_as_it_is_there(log: Path) -> N
     assert shown[4] == f"4 of 4    failed  {failing}"
 
 
+def test_a_servers_log_gets_a_line_now_and_then() -> None:
+    """None where nothing has to be compiled."""
+    log = io.StringIO()
+    progress.Notes(log)(3, 3)
+    assert not log.getvalue()
+    notes = progress.Notes(log)
+    for done in (1, 2, 3):
+        notes(done, 3)
+    beginning, end = log.getvalue().splitlines()
+    assert beginning == "flash4_torch: 1 of 3 kernels are compiled"
+    assert end == "flash4_torch: 3 of 3 kernels are compiled"
+    often = progress.Notes(log, seconds=0.0)
+    for done in (1, 2, 3):
+        often(done, 3)
+    assert re.search(r": 2 of 3 kernels are compiled, about \d+ s left$", log.getvalue(), re.MULTILINE)
+
+
+def test_workers_that_start_at_once_compile_once(log: Path) -> None:
+    """One prepares the kernels; the other waits, and then finds them."""
+    kernels = scales(log, 1)
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from flash4_torch.compile import Key, pool\n"
+        "from compile_cases import Scale\n"
+        f"key = Key({SCALE!r}, (Scale(0.0, {str(log)!r}),), 'sm_90a'); print('asks', flush=True)\n"
+        "print(pool.prepare([key], 1, lambda done, total: None)[0].seconds)"
+    )
+    cache.require_writable()
+    with cache.alone([kernel.digest for kernel in kernels]):
+        other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert other.stdout and other.stdout.readline() == "asks\n"
+        layer.function(*kernels[0])
+        assert other.poll() is None and len(processes(log)) == 1
+    assert other.communicate()[0] == "0.0\n" and len(processes(log)) == 1
+
+
 def test_a_failure_stops_no_other_kernel(log: Path) -> None:
     die = Key("compile_cases:die_at_first", (str(log),), "sm_90a")
     good, bad = scales(log, 1), Key(IN_VAIN, (str(log),), "sm_90a")

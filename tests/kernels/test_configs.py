@@ -182,7 +182,11 @@ def test_every_row_serves_somebody() -> None:
         sm90.TABLE, (False, True), extras, (1, 100, 4096), (256, 1024, 4096, 16384)
     ):
         features = BARE._replace(**{"D": row.D, "Dv": row.Dv, "right": right, **extra})
-        served.update(r for r in sm90.TABLE if r.admits(features, Sq, Sk) and r is first(features, Sq, Sk))
+        served.update(
+            r
+            for r in sm90.TABLE
+            if r.admits_features(features) and r.admits_sizes(Sq, Sk) and r is first(features, Sq, Sk)
+        )
     assert served == set(sm90.TABLE)
 
 
@@ -211,7 +215,11 @@ def test_every_row_by_mma_sync_serves_somebody(table: sm80.Table) -> None:
 def test_every_row_for_blackwell_serves_somebody() -> None:
     heads = [(row.D, row.Dv) for row in sm100.TABLE]
     served = {
-        next(row for row in sm100.TABLE if row.admits(BARE._replace(D=D, Dv=Dv, **uses), rows, rows))
+        next(
+            row
+            for row in sm100.TABLE
+            if row.admits_features(BARE._replace(D=D, Dv=Dv, **uses)) and row.admits_sizes(rows, rows)
+        )
         for D, Dv in [*heads, *((Dv, D) for D, Dv in heads), (64, 256)]
         for uses in ({}, {"right": True}, {"mask": "bool"})
         for rows in (1, 128, 4096)
@@ -232,7 +240,7 @@ def test_a_why_is_one_line() -> None:
 
 
 def first(features: Features, rows: int, keys: int) -> sm90.Row:
-    return next(row for row in sm90.TABLE if row.admits(features, rows, keys))
+    return next(row for row in sm90.TABLE if row.admits_features(features) and row.admits_sizes(rows, keys))
 
 
 @EACH_TABLE

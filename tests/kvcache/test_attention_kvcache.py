@@ -21,7 +21,6 @@ from decode_calls import LAYOUTS, make_cache
 from everything import examples, one_of
 from flash4_torch import ahead
 from flash4_torch.backends.compiled import SM90A, TARGETS, Target
-from flash4_torch.backends.compiled.targets import Find
 from flash4_torch.backends.kvcache import compiled as kernels
 from flash4_torch.backends.kvcache import gathered
 from flash4_torch.compile import Key
@@ -29,8 +28,9 @@ from flash4_torch.configs import decode
 from flash4_torch.errors import ArgumentError, BackendError, KeywordError, NoGradientError
 from flash4_torch.fast_path import kvcache as fast_path
 from flash4_torch.kvcache.attend import coarse_bound
-from flash4_torch.kvcache_problem import CacheInputs, CacheOptions, CacheProblem
+from flash4_torch.kvcache_problem import CacheInputs, CacheOptions
 from flash4_torch.ops.kvcache import describe
+from kvcache_on_cpu import Finding
 
 attend = flash4_torch.attention_kvcache
 HALF = (torch.bfloat16, torch.float16)
@@ -171,14 +171,19 @@ def test_later_calls_are_like_the_first(call: CacheCall, data: st.DataObject) ->
     fast_path.clear()
     first, later = call.run_unwatched(), call.run_unwatched()
     prepared = isinstance(call.causal, bool)
-    assert any(fast_path._calls.values()) == prepared
+    assert sum(map(len, _prepared_sizes())) == prepared
     assert all(map(torch.equal, later, first))
     b = data.draw(st.integers(0, len(call.k) - 1))
     length = data.draw(st.integers(0, len(call.k[b])))
     k, v = ((*x[:b], x[b][:length], *x[b + 1 :]) for x in (call.k, call.v))
     found = replace(call, k=k, v=v).run_unwatched()
     check_results(replace(call, k=k, v=v), found)
-    assert sum(found is not None for found in fast_path._calls.values()) == prepared
+    assert sum(map(len, _prepared_sizes())) == prepared
+
+
+def _prepared_sizes() -> list[list[Any]]:
+    """The sizes that are prepared, of each kind of calls."""
+    return [[call for call in calls.by_sizes.values() if call] for calls in fast_path._calls.values()]
 
 
 def test_later_calls_look_at_lengths_too() -> None:
@@ -409,24 +414,6 @@ def test_wgmma_multiplies_many_rows_whose_bits_may_differ(
 def _known(arch: str, group: int) -> list[Key]:
     words = ["causal+kvcache", "plain+kvcache"]
     return ahead.kernels(arch, [64], ["bfloat16"], words, [group], gradients=False)
-
-
-class Finding(kernels.Compiled):
-    """The backend of a GPU, which notes the kernels that it looks for."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__("own", target)
-        self.own = target
-        self.found: list[tuple[str, tuple[object, ...]]] = []
-
-    def target(self, problem: CacheProblem) -> Target:
-        return self.own
-
-    def find(self, problem: CacheProblem) -> Find:
-        return lambda entry, static: self.found.append((entry, static))
-
-    def sms(self, index: int) -> int:
-        return 132
 
 
 @pytest.mark.parametrize("length", [-1, 0, 2**63 - 1, 2**63])

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everything import examples
-from flash4_torch import testing
+from flash4_torch import ahead, testing
+from flash4_torch.backends.compiled import MERGE_STATES, TARGETS
 from flash4_torch.errors import ArgumentError
+from kvcache_on_cpu import NUM_SMS, gpu
 
 Hq, Hk, D = 4, 2, 16
 ROOM = 96
@@ -43,10 +45,14 @@ class _WindowPool:
     pass
 
 
+class _Radix(torch.nn.Module):
+    pass
+
+
 _SPECULATION = SimpleNamespace(speculative_num_draft_tokens=None, speculative_eagle_topk=None)
 _STANDS_FOR: dict[str, dict[str, Any]] = {
     "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": _Base},
-    "sglang.srt.layers.radix_attention": {"AttentionType": _Kind},
+    "sglang.srt.layers.radix_attention": {"AttentionType": _Kind, "RadixAttention": _Radix},
     "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": _Where},
     "sglang.srt.mem_cache.swa_memory_pool": {"SWAKVPool": _WindowPool},
     "sglang.srt.runtime_context": {
@@ -258,6 +264,68 @@ def test_drafts_see_their_ancestors(
         mine = slice(i * drafts, (i + 1) * drafts)
         wanted = exact(q[mine], keys[r, : b + drafts], values[r, : b + drafts], masks[i], 0.0, sinks)
         torch.testing.assert_close(out[i], wanted.to(out.dtype), atol=1e-5, rtol=1e-4)
+
+
+class _Attention(torch.nn.Module):
+    """A module of a model, with sinks and a layer."""
+
+    def __init__(self, of: Any, sinks: Tensor | None):
+        super().__init__()
+        self.attn, self.sinks = _Radix(), sinks
+        vars(self.attn).update(vars(of))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_80"])
+@settings(max_examples=examples(8, 100))
+@given(
+    lengths(),
+    st.sampled_from((1, 16)),
+    st.sampled_from(("extend", "decode", "graph", "verify")),
+    st.sampled_from((-1, 7)),
+    st.sampled_from((0.0, 5.0)),
+    st.booleans(),
+)
+def test_a_backend_knows_the_kernels_of_steps(
+    backend_module: ModuleType,
+    arch: str,
+    sizes: tuple[list[int], list[int]],
+    page_size: int,
+    how: str,
+    window: int,
+    cap: float,
+    with_sinks: bool,
+) -> None:
+    """What it prepares for the model before the first step is all that a step looks for."""
+    before, new = sizes
+    drafts = 3 if how == "verify" else None
+    new = new if how == "extend" else [drafts or 1] * len(before)
+    pool, T, dtype = Pool(page_size, 5), sum(new), torch.bfloat16
+    pool.keys, pool.values = pool.keys.to(dtype), pool.values.to(dtype)
+    sinks = torch.randn(Hq) if with_sinks else None
+    own = layer(window, cap)
+    changes = {"model": torch.nn.Sequential(_Attention(own, sinks)), "dtype": dtype, "kv_cache_dtype": dtype}
+    requests = torch.randperm(5)[: len(before)]
+    masks = [torch.ones(drafts or 0, b + (drafts or 0), dtype=torch.bool) for b in before]
+    spec = SimpleNamespace(custom_mask=torch.cat([mask.flatten() for mask in masks]))
+    mode = "decode" if how == "graph" else how
+    step = batch(mode, pool, requests, before, new, spec_info=spec)
+    with pytest.MonkeyPatch.context() as patch, gpu(TARGETS[arch]) as found:
+        patch.setattr(_SPECULATION, "speculative_num_draft_tokens", drafts)
+        patch.setattr(_SPECULATION, "speculative_eagle_topk", 2 if drafts else 1)
+        server = runner(pool, page_size, **changes)
+        backend = backend_module.Flash4Backend(server)
+        described = list(backend._steps(server))
+        known = ahead.kernels_of_steps(described, TARGETS[arch], NUM_SMS)
+        if how == "graph":
+            backend.init_cuda_graph_state(6, 6)
+            backend.init_forward_metadata_out_graph(step, in_capture=True)
+        else:
+            backend.init_forward_metadata(step)
+        q, k, v = (torch.zeros(T, H, D, dtype=dtype) for H in (Hq, Hk, Hk))
+        backend.forward_extend(q.flatten(1), k, v, own, step, sinks=sinks)
+        assert found.launches
+        assert set(found.found) <= {(key.entry, key.static) for key in known}
+        assert any(key.entry == MERGE_STATES for key in known) == (how == "verify")
 
 
 @pytest.mark.parametrize(

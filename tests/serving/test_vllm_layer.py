@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everything import examples
-from flash4_torch import testing
+from flash4_torch import ahead, testing
+from flash4_torch.backends.compiled import TARGETS
 from flash4_torch.errors import ArgumentError
 from flash4_torch.integrations import vllm
 from flash4_torch.integrations.vllm import layout, support
+from kvcache_on_cpu import NUM_SMS, gpu
 
 Hq, Hk, D, BLOCK = 4, 2, 16, 16
 FLOAT8 = torch.float8_e4m3fn
@@ -134,9 +136,16 @@ def common(batch: Batch, causal: bool | Tensor, padding: int = 0) -> Any:
     )
 
 
+def config_of(layers: dict[str, Any]) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=512, dtype=torch.bfloat16),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
+
+
 def builder(ours: Ours) -> Any:
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
-    return ours.metadata.Flash4MetadataBuilder(None, [], config, None)
+    return ours.metadata.Flash4MetadataBuilder(None, [], config_of({}), torch.device("cpu"))
 
 
 def cache_of(pages: int, order: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -373,3 +382,58 @@ def test_another_plugin_keeps_its_name(
     vllm.register()
     assert {"CUSTOM": "theirs.Backend"} == _PATHS
     assert "theirs.Backend" in caplog.text
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_80"])
+@settings(max_examples=examples(10, 200))
+@given(
+    sizes(),
+    st.sampled_from((None, 6)),
+    st.sampled_from((None, 5.0)),
+    st.sampled_from(("auto", "fp8")),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_builder_knows_the_kernels_of_steps(
+    ours: Ours,
+    arch: str,
+    lengths: tuple[list[int], list[int]],
+    window: int | None,
+    cap: float | None,
+    cache_dtype: str,
+    with_sinks: bool,
+    batch_invariant: bool,
+) -> None:
+    """What it prepares for its layers before the first step is all that a step looks for."""
+    target, dtype, Dh = TARGETS[arch], torch.bfloat16, 64
+    sinks = torch.zeros(Hq) if with_sinks else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours.impl.vllm.envs, "VLLM_BATCH_INVARIANT", batch_invariant)
+        impl = ours.impl.Flash4Impl(
+            Hq, Dh, 0.3, Hk, None, window, cache_dtype, cap, "decoder", None, sinks=sinks
+        )
+    layer = SimpleNamespace(impl=impl, _k_scale=torch.ones(()), _v_scale=torch.ones(()))
+    spec, config = SimpleNamespace(block_size=BLOCK), config_of({"attn": layer, "other": SimpleNamespace()})
+    described = list(ours.metadata._steps(spec, ["attn", "other", "gone"], config, torch.device("cpu")))
+    batch = batch_of(*lengths)
+    T = sum(batch.new)
+    with gpu(target) as backend:
+        known = ahead.kernels_of_steps(described, target, NUM_SMS)
+        shape = layout.kv_cache_shape(batch.table.numel(), BLOCK, Hk, Dh)
+        kv_cache = torch.zeros(shape, dtype=torch.uint8 if cache_dtype == "fp8" else dtype)
+        query, (key, value) = torch.zeros(T, Hq, Dh, dtype=dtype), torch.zeros(2, T, Hk, Dh, dtype=dtype)
+        impl.do_kv_cache_update(layer, key, value, kv_cache, batch.slots)
+        metadata = builder(ours).build(0, common(batch, True))
+        for step in (metadata, dataclasses.replace(metadata, max_seq_len=config.model_config.max_model_len)):
+            impl.forward(layer, query, key, value, kv_cache, step, torch.empty_like(query))
+        assert len(backend.launches) >= 3
+        assert set(backend.found) <= {(key.entry, key.static) for key in known}
+
+
+def test_a_builder_prepares_the_kernels_on_a_gpu(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[Any] = []
+    monkeypatch.setattr(ours.metadata.ahead_of_steps, "warmup_steps", lambda *args: prepared.append(args))
+    spec = SimpleNamespace(block_size=BLOCK)
+    for device in ("cpu", "cuda:1"):
+        ours.metadata.Flash4MetadataBuilder(spec, [], config_of({}), torch.device(device))
+    assert prepared == [([], 1)]

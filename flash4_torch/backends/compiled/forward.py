@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from ... import compile
 from ...configs.sections import Section, heads_that_fit
 from ...configs.types import LARGE_SOFTCAP, Features, Mods
 from ...kernels.common.mask_tables import MaskPlan
-from ...problem import Inputs, Problem, has_float_mask
+from ...problem import Inputs, Problem, Spec, has_float_mask
 from ..base import Results
 from .masks import Read
 from .params import LaunchParams, dtype_name, launch_params, mask_dtype
@@ -25,6 +26,7 @@ _MOST_IN_SECTION = 32
 """Packs of heads in a section, before sections are made even."""
 _TILES_EACH = 4
 """Tiles in a section for each SM, at least."""
+_NO_MODS = Mods()
 
 
 class Kernel(NamedTuple):
@@ -106,28 +108,48 @@ def limits(target: Target, problem: Problem) -> list[str]:
 
 def features_of(problem: Problem, mods: Mods | None = None) -> Features:
     """The features that the kernel must have; a bound that masks nothing does not count."""
-    mods = mods or Mods()
-    spec, band, extent = problem.spec, problem.band, problem.extent
-    mask = mask_dtype(problem)
+    left, spec = problem.band.left, problem.spec
+    return _features_of(
+        spec,
+        mask_dtype(problem),
+        mods or _NO_MODS,
+        left is not None and left < problem.extent.Sk - 1,
+        _masks_right(problem),
+        problem.scale <= 0.0,
+        problem.softcap > (0.0 if spec.dtype == torch.float32 else LARGE_SOFTCAP),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _features_of(
+    spec: Spec, mask: str, mods: Mods, left: bool, right: bool, turns_order: bool, large_softcap: bool
+) -> Features:
+    """The features of a call with such a band, scale and softcap, whose sizes have no say otherwise."""
     return Features(
         dtype=dtype_name(spec.dtype),
         D=padded(spec.D),
         Dv=padded(spec.Dv),
         varlen=spec.varlen,
-        left=band.left is not None and band.left < extent.Sk - 1,
-        right=band.right is not None and band.right < extent.Sq - 1,
+        left=left,
+        right=right,
         softcap=spec.softcap,
-        scaled=spec.softcap or mask not in ("", "bool") or mods.makes_large_scores or problem.scale <= 0.0,
+        scaled=spec.softcap or mask not in ("", "bool") or mods.makes_large_scores or turns_order,
         mask=mask,
         dropout=spec.dropout,
         dropout_of_part=spec.dropout_of_part,
         running=spec.running,
-        large_softcap=problem.softcap > (0.0 if spec.dtype == torch.float32 else LARGE_SOFTCAP),
+        large_softcap=large_softcap,
         sinks=spec.sinks,
         mods=mods,
         tf32=spec.tf32,
         segments=spec.segments,
     )
+
+
+def _masks_right(problem: Problem) -> bool:
+    """Whether the band's right bound masks a key of any row."""
+    right = problem.band.right
+    return right is not None and right < problem.extent.Sq - 1
 
 
 def mask_plan(dtype: str, config: ForwardConfig) -> MaskPlan:
@@ -168,7 +190,7 @@ def _section(target: Target, problem: Problem, config: ForwardConfig, num_sms: i
     """
     spec, extent = problem.spec, problem.extent
     packs = -(-spec.group // config.pack_gqa)
-    if not features_of(problem).right:
+    if not _masks_right(problem):
         return Section(1 if extent.Sk <= _LONG else 2 * packs)
     each = extent.Sk * (spec.D + spec.Dv) * spec.dtype.itemsize
     tiles = packs * -(-extent.Sq // config.queries)

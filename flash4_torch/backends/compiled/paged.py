@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...configs.packing import best_pack
 from ...configs.types import Features, widest_box
-from ...kvcache_problem import CacheProblem
+from ...kvcache_problem import CacheProblem, CacheSpec
 from ...problem import Extent, Problem, Spec
 from . import forward
 from .forward import Kernel
@@ -54,16 +57,26 @@ class PagedProblem(NamedTuple):
 
 def problem_of(problem: CacheProblem) -> PagedProblem:
     """The problem as the forward kernels have it."""
-    spec, extent = problem.spec, problem.extent
-    packed = Spec(
+    spec, extent, band = problem.spec, problem.extent, problem.band
+    packed = _packed(spec, band.left is not None, band.right is not None)
+    sizes = Extent(extent.B, extent.max_seqlen_q, extent.max_seqlen_k, extent.Hq, extent.Hk)
+    dense = Problem(packed, sizes, problem.scale, problem.band, problem.softcap, 0.0)
+    page_size = extent.page_size if spec.paged else 0
+    return PagedProblem(dense, page_size, spec.cache_dtype, spec.aligned, spec.causal_flags)
+
+
+@lru_cache(maxsize=1024)
+def _packed(spec: CacheSpec, left: bool, right: bool) -> Spec:
+    """The properties of the same call with packed keys."""
+    return Spec(
         device=spec.device,
         dtype=spec.dtype,
         D=spec.D,
         Dv=spec.Dv,
         group=spec.group,
         varlen=True,
-        left=problem.band.left is not None,
-        right=problem.band.right is not None,
+        left=left,
+        right=right,
         softcap=spec.softcap,
         mask="",
         dropout=False,
@@ -71,10 +84,6 @@ def problem_of(problem: CacheProblem) -> PagedProblem:
         sinks=spec.sinks,
         capability=spec.capability,
     )
-    sizes = Extent(extent.B, extent.max_seqlen_q, extent.max_seqlen_k, extent.Hq, extent.Hk)
-    dense = Problem(packed, sizes, problem.scale, problem.band, problem.softcap, 0.0)
-    page_size = extent.page_size if spec.paged else 0
-    return PagedProblem(dense, page_size, spec.cache_dtype, spec.aligned, spec.causal_flags)
 
 
 def limits(target: Target, paged: PagedProblem) -> list[str]:
@@ -94,26 +103,32 @@ def limits(target: Target, paged: PagedProblem) -> list[str]:
         why.append("attn_mask or dropout is given, and with pages it serves neither")
     if spec.sinks and spec.sinks not in ("bfloat16", "float16", "float32"):
         why.append(f"sinks are {spec.sinks}, and it takes up to float32")
-    why += target.forward_configs.limits(forward.features_of(paged.problem)._replace(D=spec.D, Dv=spec.Dv))
+    why += _limits_of(target, forward.features_of(paged.problem), spec.D, spec.Dv)
     if max(extent) > FARTHEST or extent.B * extent.Hq * (extent.Sq // 64 + 1) > _MOST_TILES:
         why.append(f"the sizes are {tuple(extent)}, and it counts positions and tiles in 32 bits")
     return why
 
 
+@lru_cache(maxsize=1024)
+def _limits_of(target: Target, features: Features, D: int, Dv: int) -> tuple[str, ...]:
+    """The table's reasons; the features have padded head sizes."""
+    return tuple(target.forward_configs.limits(features._replace(D=D, Dv=Dv)))
+
+
 def decide(target: Target, paged: PagedProblem, num_sms: int, find: Find) -> Kernel:
     """The kernel that serves a problem without `limits`, and its parameters."""
-    config = config_of(target, paged)
-    page_box = widest_box(paged.page_size, config.keys)
-    features = forward.features_of(paged.problem)._replace(page_box=page_box)
+    features = forward.features_of(paged.problem)
+    config = _config_of(target, paged, features)
+    features = features._replace(page_box=widest_box(paged.page_size, config.keys))
     params = forward.params_of(target, paged.problem, config, num_sms)
     return Kernel(find(target.forward, (features, config)), config, params)
 
 
-def config_of(target: Target, paged: PagedProblem) -> ForwardConfig:
+def _config_of(target: Target, paged: PagedProblem, features: Features) -> ForwardConfig:
     problem = paged.problem
     band, extent = problem.band, problem.extent
     return target.forward_configs.forward(
-        forward.features_of(problem)._replace(page_box=widest_box(paged.page_size)),
+        features._replace(page_box=widest_box(paged.page_size)),
         extent.Sq,
         extent.Sk,
         problem.spec.group,
@@ -130,6 +145,27 @@ def common_kernels(
         asked = features._replace(varlen=True, page_box=widest_box(page_size))
         for config in target.forward_configs.reachable(asked, group):
             yield asked._replace(page_box=widest_box(page_size, config.keys)), config
+
+
+def reachable(target: Target, paged: PagedProblem, queries: int) -> Iterator[tuple[Features, ForwardConfig]]:
+    """What every kernel is compiled for that `decide` finds for problems like this one with sizes up to its
+    own, and at least `queries` in the longest sequence; and some more.
+    """
+    problem, page_size = paged.problem, paged.page_size
+    (left, right), (_, Sq, Sk, *_), group = problem.band, problem.extent, problem.spec.group
+    tokens = {Sq, Sq if right is None else max(queries, min(right + 1, Sq))}
+    keys = {Sk, Sk if left is None else min(max(left + 1, 1), Sk)}
+    found: dict[tuple[Features, ForwardConfig], None] = {}
+    for size_q, size_k in product(sorted(tokens), sorted(keys)):
+        sizes = problem.extent._replace(Sq=size_q, Sk=size_k)
+        asked = forward.features_of(problem._replace(extent=sizes))._replace(page_box=widest_box(page_size))
+        ragged_k = not (right is not None and right <= 0 and asked.right)
+        for config in target.forward_configs.reachable(asked, group):
+            rows, pack = config.queries * config.pack_gqa, config.pack_gqa
+            packs = {1, *(best_pack(asked, rows, n, group) for n in range(queries, rows))}
+            if config.ragged_k == ragged_k and pack in packs:
+                found[asked._replace(page_box=widest_box(page_size, config.keys)), config] = None
+    return iter(found)
 
 
 Sequence = Callable[

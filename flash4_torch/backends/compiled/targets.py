@@ -48,6 +48,11 @@ class ForwardConfig(Protocol):
         """Query heads of one KV head that share a tile's rows."""
         ...
 
+    @property
+    def ragged_k(self) -> bool:
+        """Whether a row may end within a block of keys for another reason than the band."""
+        ...
+
 
 class BackwardConfig(Protocol):
     """The part of a backward kernel's config that the host reads."""

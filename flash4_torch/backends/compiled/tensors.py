@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -65,6 +64,13 @@ def past_dispatcher(device: str) -> Allocator:
     return lambda shape, dtype: partial(empty, shape, contiguous_strides(shape), dtype)
 
 
+@cache
+def new_past_dispatcher(device: str) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
+    """The same of shapes that are known at the call only."""
+    empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{device}")
+    return lambda shape, dtype: empty(shape, contiguous_strides(shape), dtype)
+
+
 def lengths(cu_seqlens: Tensor | None) -> Tensor | None:
     """Cumulative lengths as the kernels read them."""
     if cu_seqlens is None or (cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous()):
@@ -73,4 +79,8 @@ def lengths(cu_seqlens: Tensor | None) -> Tensor | None:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

@@ -11,7 +11,7 @@ from ...kernels.common.kvcache import AppendPlan, RotaryPlan
 from ...reference import kvcache as reference
 from ...reference.kvcache import FLOAT8, Append
 from ..compiled.params import dtype_name
-from ..compiled.targets import APPEND_KVCACHE
+from ..compiled.targets import APPEND_KVCACHE, Target
 from .choice import find_kernels, launch_on
 from .layout import copied_to_rows, in_rows
 
@@ -36,9 +36,7 @@ def append(x: Append) -> None:
     if kernels is None:
         reference.append(x)
         return
-    if plan.float8:
-        plan = plan._replace(converts_fp8=kernels.target.decode.converts_fp8)
-    kernel = kernels.find(APPEND_KVCACHE, (plan,))
+    kernel = kernels.find(APPEND_KVCACHE, (_plan_on(kernels.target, plan),))
     k, v = (copied_to_rows(rows, _STEP) for rows in (x.k, x.v))
     q = None if x.q_out is None or x.q is None else copied_to_rows(x.q, _STEP)
     k_cache, v_cache, q_out, cos, sin = written
@@ -47,6 +45,18 @@ def append(x: Append) -> None:
     where = x.slot_mapping, x.block_table, x.seqused_k, x.cu_seqlens
     rotary = x.positions, cos, sin
     launch_on(x.k.device, kernel, k, v, k_cache, v_cache, *where, *rotary, x.k_scale, x.v_scale, q, q_out)
+
+
+def reachable(x: Append, target: Target) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """The entry, and what it is compiled for: the kernel that serves calls like `x` on a target, if one
+    does."""
+    plan = plan_of(x)
+    if not limits(x, _written(x, plan.rotary)):
+        yield APPEND_KVCACHE, (_plan_on(target, plan),)
+
+
+def _plan_on(target: Target, plan: AppendPlan) -> AppendPlan:
+    return plan._replace(converts_fp8=target.decode.converts_fp8) if plan.float8 else plan
 
 
 def _written(x: Append, rotary: RotaryPlan | None) -> tuple[Tensor | None, ...]:

@@ -37,5 +37,6 @@ class PreparesCache(CacheBackend, Protocol):
 
     def prepare(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> CacheLaunch | None:
         """`attend`, prepared for tensors of the sizes, strides, dtypes, device and remainder of the address
-        by 16 of these; None if it depends on more."""
+        by 16 of these; None if it depends on more. Of the sizes, tokens, columns of the table and their
+        strides may be others."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -14,22 +14,17 @@ from torch import Tensor
 from ...configs import decode, decode_shares
 from ...configs.decode import DecodeForm, Gpu
 from ...configs.types import LARGE_SOFTCAP, Features
-from ...kvcache_problem import CacheInputs, CacheProblem
+from ...kvcache_problem import CacheExtent, CacheInputs, CacheProblem, CacheSpec
+from ...masks import Band
 from .. import tile_counters
 from ..compiled import paged
 from ..compiled.backend import num_sms
+from ..compiled.paged import PagedProblem
 from ..compiled.params import FARTHEST, dtype_name, kernel_band, kernel_softcap
 from ..compiled.prepared import converted
 from ..compiled.served import OnTargets
 from ..compiled.targets import DECODE, Find, Target
-from ..compiled.tensors import (
-    Allocator,
-    allocator_like,
-    is_readable,
-    lengths,
-    past_dispatcher,
-    readable,
-)
+from ..compiled.tensors import is_readable, lengths, new_past_dispatcher, readable
 from .base import CacheLaunch
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -65,6 +60,10 @@ class DecodeParams(NamedTuple):
 
 Launch = Callable[[CacheInputs, Tensor, Tensor], None]
 """Function that writes out and lse of some sequences."""
+New = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Function that allocates a contiguous tensor of a shape and dtype."""
+View = Callable[[Tensor], Tensor]
+"""Function that gives a cache strides that the kernel accepts."""
 
 
 class Compiled(OnTargets):
@@ -81,7 +80,8 @@ class Compiled(OnTargets):
         q = readable(inputs.q)
         # A copy of all of `out`: rows of no sequence keep what they have.
         target = None if out is None else readable(out)
-        launch = self._sequence(inputs, problem, allocator_like(q), lambda params: params)
+        new = partial(_new_like, q)
+        launch = self._sequence(inputs, problem, new, lambda params: params)
         results = launch(inputs._replace(q=q), target)
         if target is out or out is None:
             return results
@@ -91,35 +91,40 @@ class Compiled(OnTargets):
         """`attend`, prepared for tensors of these sizes and strides, unless q or `out` needs a copy."""
         if not is_readable(inputs.q) or not (out is None or is_readable(out)):
             return None
-        return self._sequence(inputs, problem, past_dispatcher(problem.spec.device), converted)
+        return self._sequence(inputs, problem, new_past_dispatcher(problem.spec.device), converted)
 
     def _sequence(
         self,
         inputs: CacheInputs,
         problem: CacheProblem,
-        allocator: Allocator,
+        new: New,
         convert: Callable[[DecodeParams], Any],
     ) -> CacheLaunch:
-        """The launch, with everything decided but the tensors; q and out are readable."""
-        spec, extent = problem.spec, problem.extent
-        new_out = allocator((extent.T, extent.Hq, spec.Dv), spec.dtype)
-        new_lse = allocator((extent.Hq, extent.T), torch.float32)
-        if not (extent.B and extent.T and extent.max_seqlen_q):
-            return lambda x, out: (new_out() if out is None else out, new_lse())
-        if not forwards(problem, self.target(problem)):
-            launches = [self._decode(inputs, problem, allocator, convert)]
-        else:
-            launches = [self._forward(inputs, problem)]
-            if spec.ragged:
-                launches.append(self._decode(inputs, with_few_tokens(problem), allocator, convert))
+        """The launch, with everything decided but the tensors; q and out are readable.
 
+        The number of tokens decides nothing, so that it may be another one later.
+        """
+        spec, extent = problem.spec, problem.extent
+        Hq, Dv, dtype = extent.Hq, spec.Dv, spec.dtype
+        caches = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
+        launches: list[Launch] = []
+        if extent.B and extent.T and extent.max_seqlen_q:
+            many = with_many_tokens(problem, self.target(problem))
+            if many is None:
+                launches.append(self._decode(inputs, problem, caches, new, convert))
+            else:
+                launches.append(self._forward(inputs, problem, caches, many))
+                if spec.ragged:
+                    few = with_few_tokens(problem)
+                    launches.append(self._decode(inputs, few, caches, new, convert))
         index, current_device = inputs.q.get_device(), self.current_device
 
         def launch(x: CacheInputs, out: Tensor | None) -> tuple[Tensor, Tensor]:
             if current_device() != index:
                 with torch.cuda.device(index):
                     return launch(x, out)
-            out, lse = new_out() if out is None else out, new_lse()
+            T = x.q.shape[0]
+            out, lse = new((T, Hq, Dv), dtype) if out is None else out, new((Hq, T), torch.float32)
             for one in launches:
                 one(x, out, lse)
             return out, lse
@@ -130,7 +135,8 @@ class Compiled(OnTargets):
         self,
         inputs: CacheInputs,
         problem: CacheProblem,
-        allocator: Allocator,
+        caches: tuple[View, View],
+        new: New,
         convert: Callable[[DecodeParams], Any],
     ) -> Launch:
         """The launch that splits keys, of sequences with up to max_seqlen_q tokens."""
@@ -138,16 +144,20 @@ class Compiled(OnTargets):
         kernel = decide(self.target(problem), problem, self.sms(index))
         function = self.find(problem)(DECODE, (kernel.features, kernel.rows, kernel.form))
         form, params = kernel.form, convert(params_of(problem, kernel))
-        shapes = (extent.T, extent.Hq, decode.part_columns(spec.Dv)), (form.cluster, extent.Hq, extent.T)
-        new_partial = [allocator((kernel.parts, *shape), torch.float32) for shape in shapes]
-        canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
+        parts, Hq, columns = kernel.parts, extent.Hq, decode.part_columns(spec.Dv)
+        canonical_k, canonical_v = caches
         number, counters = _tiles(problem, kernel.rows) * form.cluster, self.counters
         nothing = (None, None, None)
 
         def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
             partial: Any = nothing
             if form.parts:
-                partial = new_partial[0](), new_partial[1](), counters(index, number)
+                T = x.q.shape[0]
+                partial = (
+                    new((parts, T, Hq, columns), torch.float32),
+                    new((parts, form.cluster, Hq, T), torch.float32),
+                    counters(index, number),
+                )
             sinks = x.sinks
             function(
                 x.q,
@@ -168,13 +178,15 @@ class Compiled(OnTargets):
 
         return launch
 
-    def _forward(self, inputs: CacheInputs, problem: CacheProblem) -> Launch:
+    def _forward(
+        self, inputs: CacheInputs, problem: CacheProblem, caches: tuple[View, View], many: PagedProblem
+    ) -> Launch:
         """The launch of the forward kernel, of sequences with many tokens."""
         target, index = self.target(problem), inputs.q.get_device()
-        kernel = paged.decide(target, paged.problem_of(problem), self.sms(index), self.find(problem))
+        kernel = paged.decide(target, many, self.sms(index), self.find(problem))
         run = paged.sequence(kernel, decode.MOST_TOKENS + 1)
         B, Sq, counter = problem.extent.B, problem.extent.max_seqlen_q, self.counters
-        canonical_k, canonical_v = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
+        canonical_k, canonical_v = caches
 
         def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
             ends, table, used, device = x.cu_seqlens_q, x.block_table, x.seqused_k, x.q.device
@@ -188,6 +200,19 @@ class Compiled(OnTargets):
             run(x.q, *caches, table, ends, used, x.sinks, out, lse, counter(index, 1))
 
         return launch
+
+    def reachable(self, problem: CacheProblem, num_sms: int) -> Iterator[tuple[str, tuple[object, ...]]]:
+        """Entries and what they are compiled for: all that `attend` looks for where problems are like this
+        one, with sizes up to its own; and some more.
+        """
+        target, extent = self.target(problem), problem.extent
+        many = with_many_tokens(problem, target)
+        if many is not None:
+            kernels = paged.reachable(target, many, decode.MOST_TOKENS + 1)
+            yield from ((target.forward, static) for static in kernels)
+            B, T, Sq, *sizes = extent
+            problem = problem.of_sizes(CacheExtent(B, T, min(Sq, decode.MOST_TOKENS), *sizes))
+        yield from ((DECODE, static) for static in reachable(target, problem, num_sms))
 
     # The emulator's backend overrides the following methods.
 
@@ -211,10 +236,25 @@ class Compiled(OnTargets):
         return tile_counters.counters(index, number)
 
 
-@lru_cache(maxsize=1024)
 def limits(problem: CacheProblem, gpu: Gpu = decode.HOPPER) -> tuple[str, ...]:
     """The reasons why the kernel for such a GPU cannot serve the problem, on whatever device it is."""
-    spec, extent = problem.spec, problem.extent
+    extent = problem.extent
+    why, rows = _limits_of_any_size(problem.spec, extent.page_size, gpu)
+    if max(extent.max_seqlen_k, extent.T) > FARTHEST:
+        return *why, f"the sizes are {tuple(extent)}, and it counts positions in 32 bits"
+    if rows:
+        # The fewest tiles of a sequence, of all KV heads.
+        tiles = extent.Hk * -(-extent.max_seqlen_q * problem.spec.group // rows)
+        if max(extent.B, tiles) > _MOST_CTAS:
+            return *why, f"the sizes are {tuple(extent)}, and a grid has up to {_MOST_CTAS} of each"
+    return why
+
+
+@lru_cache(maxsize=1024)
+def _limits_of_any_size(spec: CacheSpec, page_size: int, gpu: Gpu) -> tuple[tuple[str, ...], int]:
+    """The reasons that hold for all sizes, and the most rows of a tile, 0 if no head fits."""
+    extent = CacheExtent(1, 1, 1, 1, spec.group, 1, page_size)
+    problem = CacheProblem(spec, extent, 1.0, Band(None, None), 0.0, 0)
     features, form = features_of(problem), form_of(problem)._replace(gpu=gpu)
     why = []
     if spec.dtype not in _DTYPES:
@@ -225,11 +265,7 @@ def limits(problem: CacheProblem, gpu: Gpu = decode.HOPPER) -> tuple[str, ...]:
         why.append("rows of the cache are not contiguous at multiples of 16 bytes")
     if spec.sinks not in ("", "bfloat16", "float16", "float32"):
         why.append(f"sinks are {spec.sinks}, and it takes up to float32")
-    if max(extent.max_seqlen_k, extent.T) > FARTHEST:
-        why.append(f"the sizes are {tuple(extent)}, and it counts positions in 32 bits")
-    elif not head_limits and max(extent.B, _tiles_of_sequence(problem, features, form)) > _MOST_CTAS:
-        why.append(f"the sizes are {tuple(extent)}, and a grid has up to {_MOST_CTAS} of each")
-    return tuple(why)
+    return tuple(why), 0 if head_limits else _row_choice(problem, features, form)[-1]
 
 
 def common_kernels(
@@ -273,46 +309,105 @@ def common_forms(features: Features, gpu: Gpu) -> Iterator[DecodeForm]:
             yield form._replace(paged=True, ragged=True)
 
 
-def forwards(problem: CacheProblem, target: Target) -> bool:
-    """Whether sequences with many tokens go to the forward kernel, which is faster with these.
+def with_many_tokens(problem: CacheProblem, target: Target) -> PagedProblem | None:
+    """The problem of the forward kernel, if sequences with many tokens go to it: it is faster with these.
 
     Its sums depend on its tiles, so with `batch_invariant` there is one kernel for all.
     """
-    spec = problem.spec
-    if spec.batch_invariant or problem.extent.max_seqlen_q <= decode.MOST_TOKENS:
-        return False
-    return target.has_pages and not paged.limits(target, paged.problem_of(problem))
+    if problem.spec.batch_invariant or problem.extent.max_seqlen_q <= decode.MOST_TOKENS:
+        return None
+    if not target.has_pages:
+        return None
+    many = paged.problem_of(problem)
+    return None if paged.limits(target, many) else many
 
 
 def with_few_tokens(problem: CacheProblem) -> CacheProblem:
     """The problem without sequences that have many tokens."""
-    extent = problem.extent._replace(max_seqlen_q=decode.MOST_TOKENS)
-    return problem._replace(spec=problem.spec._replace(ragged=True), extent=extent)
+    if not problem.spec.ragged:
+        problem = problem._replace(spec=problem.spec._replace(ragged=True))
+    B, T, _, *sizes = problem.extent
+    return problem.of_sizes(CacheExtent(B, T, decode.MOST_TOKENS, *sizes))
+
+
+def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
+    """The kernel, and how it divides the keys; the number of tokens has no say."""
+    B, _, *sizes = problem.extent
+    return _decided(target, problem.of_sizes(CacheExtent(B, 0, *sizes)), num_sms)
 
 
 @lru_cache(maxsize=4096)
-def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
-    """The kernel, and how it divides the keys."""
-    spec, extent, features = problem.spec, problem.extent, features_of(problem)
-    form = form_of(problem)._replace(gpu=target.decode)
-    choice = _row_choice(problem, features, form)
-    rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
-    wgmma = target.has_wgmma and decode.may_use_wgmma(form, rows, spec.group, spec.batch_invariant)
-    if wgmma:
+def _decided(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
+    spec, features = problem.spec, features_of(problem)
+    form, rows = _form_and_rows(target, problem, features)
+    if form.wgmma:
         rows = _wgmma_rows(problem, features, form, num_sms)
-    work = decode_shares.work_of(features, form, rows, _tiles(problem, rows), extent.max_seqlen_k, num_sms)
+    work = _work_of(problem, features, form, rows, num_sms)
     if spec.batch_invariant:
         sizes = decode.group_clusters(features, form, rows)
         shares, split_keys = decode_shares.group_shares(work, sizes), decode.SPLIT_KEYS
     else:
         shares, split_keys = decode_shares.even_shares(work, min(problem.num_splits or 0, work.blocks)), 0
-    form = form._replace(
-        cluster=shares.cluster, parts=shares.parts > 1, groups=spec.batch_invariant, wgmma=wgmma
-    )
-    form = form._replace(few_rows=decode.has_few_rows(rows, extent.max_seqlen_q * spec.group))
-    has_many = work.tiles * work.blocks >= decode.SHARED_MANY_BLOCKS * num_sms
-    form = decode.with_blocks(features, form, rows, has_many)
+    form = form._replace(cluster=shares.cluster, parts=shares.parts > 1)
+    form = decode.with_blocks(features, form, rows, _has_many_blocks(work))
     return Kernel(features, rows, shares.num_splits, split_keys, form, shares.parts)
+
+
+def reachable(
+    target: Target, problem: CacheProblem, num_sms: int
+) -> Iterator[tuple[Features, int, DecodeForm]]:
+    """What every kernel is compiled for that `decide` returns for problems like this one, with sizes up to
+    its own; and some more. The number of splits is left to us.
+    """
+    spec, (B, _, Sq, Sk, *heads) = problem.spec, problem.extent
+    found: dict[tuple[Features, int, DecodeForm], None] = {}
+    left, right = problem.band
+    # From some tokens on, all tiles have the most rows, and the bound to the right masks something.
+    enough = decode.SHARED_ROWS + max(right or 0, 0) + 2
+    for tokens in {*range(1, min(Sq, enough) + 1), Sq}:
+        for keys in {Sk, Sk if left is None else min(max(left + 1, 1), Sk)}:
+            one, all_, short = (
+                problem.of_sizes(CacheExtent(n, 0, tokens, k, *heads))
+                for n, k in ((1, keys), (B, keys), (1, 1))
+            )
+            features = features_of(one)
+            form, rows = _form_and_rows(target, one, features)
+            both = {rows}
+            if form.wgmma:
+                both = {_wgmma_rows(each, features, form, num_sms) for each in (short, all_)}
+            for rows in both:
+                work = _work_of(one, features, form, rows, num_sms)
+                if spec.batch_invariant:
+                    sizes = decode.group_clusters(features, form, rows)
+                    shares = decode_shares.possible_group_shares(work, sizes)
+                else:
+                    shares = decode_shares.possible_shares(work)
+                may_be_many = {False, _has_many_blocks(_work_of(all_, features, form, rows, num_sms))}
+                for (cluster, has_parts), has_many in product(sorted(shares), sorted(may_be_many)):
+                    own = form._replace(cluster=cluster, parts=has_parts)
+                    found[features, rows, decode.with_blocks(features, own, rows, has_many)] = None
+    return iter(found)
+
+
+def _form_and_rows(target: Target, problem: CacheProblem, features: Features) -> tuple[DecodeForm, int]:
+    """The form of CTAs that share nothing, and the rows of a tile, which warpgroup MMAs may change."""
+    spec, tokens = problem.spec, problem.extent.max_seqlen_q
+    form = form_of(problem)._replace(gpu=target.decode)
+    rows = decode.rows(tokens, spec.group, _row_choice(problem, features, form))
+    wgmma = target.has_wgmma and decode.may_use_wgmma(form, rows, spec.group, spec.batch_invariant)
+    few_rows = decode.has_few_rows(rows, tokens * spec.group)
+    return form._replace(groups=spec.batch_invariant, wgmma=wgmma, few_rows=few_rows), rows
+
+
+def _work_of(
+    problem: CacheProblem, features: Features, form: DecodeForm, rows: int, num_sms: int
+) -> decode_shares.Work:
+    tiles, keys = _tiles(problem, rows), problem.extent.max_seqlen_k
+    return decode_shares.work_of(features, form, rows, tiles, keys, num_sms)
+
+
+def _has_many_blocks(work: decode_shares.Work) -> bool:
+    return work.tiles * work.blocks >= decode.SHARED_MANY_BLOCKS * work.num_sms
 
 
 def form_of(problem: CacheProblem) -> DecodeForm:
@@ -345,7 +440,12 @@ def features_of(problem: CacheProblem) -> Features:
     )
 
 
-def _canonical(cache: Tensor) -> Callable[[Tensor], Tensor]:
+def _new_like(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Allocates where `x` is, by the dispatcher, which observers see."""
+    return x.new_empty(shape, dtype=dtype)
+
+
+def _canonical(cache: Tensor) -> View:
     """What gives caches of these sizes strides that the kernel accepts, also of dimensions of size 1."""
     step = _ALIGNMENT // cache.element_size()
     if all(stride > 0 and stride % step == 0 for stride in cache.stride()[:-1]):
@@ -373,12 +473,6 @@ def _wgmma_rows(problem: CacheProblem, features: Features, form: DecodeForm, num
     rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
     blocks = _tiles(problem, rows) * math.ceil(extent.max_seqlen_k / decode.KEYS)
     return rows if decode.shares_kv(extent.max_seqlen_k, blocks, num_sms) else choice[0]
-
-
-def _tiles_of_sequence(problem: CacheProblem, features: Features, form: DecodeForm) -> int:
-    """The fewest tiles of a sequence, of all KV heads."""
-    extent, rows = problem.extent, _row_choice(problem, features, form)[-1]
-    return extent.Hk * math.ceil(extent.max_seqlen_q * problem.spec.group / rows)
 
 
 def _tiles(problem: CacheProblem, rows: int) -> int:

@@ -36,7 +36,12 @@ class Gathered:
         return out, lse
 
     def prepare(self, inputs: CacheInputs, problem: CacheProblem, out: Tensor | None) -> CacheLaunch:
-        return lambda inputs, out: self.attend(inputs, problem, out)
+        extent = problem.extent
+
+        def launch(inputs: CacheInputs, out: Tensor | None) -> tuple[Tensor, Tensor]:
+            return self.attend(inputs, problem.of_sizes(extent._replace(T=len(inputs.q))), out)
+
+        return launch
 
 
 def _by_sequence(inputs: CacheInputs, problem: CacheProblem, out: Tensor, lse: Tensor) -> None:

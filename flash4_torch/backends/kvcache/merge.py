@@ -44,6 +44,12 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     return out, lse
 
 
+def reachable(parts: Sequence[Tensor]) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """The entry, and what it is compiled for: the kernel that serves parts like these, if one does."""
+    if not limits(parts[0]):
+        yield MERGE_STATES, (plan_of(parts),)
+
+
 def limits(parts: Tensor) -> list[str]:
     """The reasons why the kernel cannot serve the call, on whatever device it is."""
     why = []

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_exec, get_spec
 from torch import Tensor
 
 from ...errors import ArgumentError
-from ...kvcache import attention_kvcache, merge_states
+from ...kvcache import attention_kvcache, merge_states, steps
+from .. import ahead_of_steps
 from .step import Keys, Queries, Step, page_table, tree
 
 FLOAT8 = torch.float8_e4m3fn
@@ -45,6 +47,47 @@ class Flash4Backend(AttentionBackend):
         self._graph_tables: list[Tensor] = []
         self._starts: dict[int, Tensor] = {}
         """Beginnings of sequences of so many tokens, for graphs to read."""
+        ahead_of_steps.prepare(self._steps(model_runner), torch.device(self.device))
+
+    def _steps(self, runner: Any) -> Iterator[Any]:
+        """Calls that the model's layers make in steps, as large as they become."""
+        for module in runner.model.modules():
+            for layer in module.children():
+                if isinstance(layer, RadixAttention):
+                    yield from self._steps_of(layer, runner, getattr(module, "sinks", None))
+
+    def _steps_of(self, layer: Any, runner: Any, sinks: Tensor | None) -> Iterator[Any]:
+        def empty(*shape: int, of: torch.dtype = runner.dtype) -> Tensor:
+            return torch.empty(shape, dtype=of, device=self.device)
+
+        q = empty(1, layer.tp_q_head_num, layer.qk_head_dim)
+        caches = (
+            empty(2, self.page_size, heads, columns, of=runner.kv_cache_dtype)
+            for heads, columns in (
+                (layer.tp_k_head_num, layer.qk_head_dim),
+                (layer.tp_v_head_num, layer.v_head_dim),
+            )
+        )
+        k_cache, v_cache = caches
+        where: dict[str, Any] = {
+            "seqused_k": empty(1, of=torch.int32),
+            "block_table": empty(1, 1, of=torch.int32),
+            "cu_seqlens_q": empty(2, of=torch.int32),
+        }
+        requests, room = self.req_to_token.shape[0], self.max_context_len
+        most = {"most_sequences": requests, "most_tokens": room, "most_keys": room}
+        options = self._options(layer, k_cache.dtype)
+        causal = layer.attn_type != AttentionType.ENCODER_ONLY
+        yield steps.attend(q, k_cache, v_cache, **most, **where, causal=causal, sinks=sinks, **options)
+        if self.has_tree:
+            before = most | {"most_tokens": self.num_drafts}
+            yield steps.attend(q, k_cache, v_cache, **before, **where, sinks=sinks, **options)
+            k_rows, v_rows = (x.flatten(0, 1).unsqueeze(1) for x in (k_cache, v_cache))
+            rows = requests * self.num_drafts
+            among = {"most_sequences": rows, "most_tokens": 1, "most_keys": self.num_drafts}
+            yield steps.attend(q, k_rows, v_rows, **among, **where, **options)
+            out = empty(1, 1, 1, layer.tp_q_head_num, layer.v_head_dim)
+            yield out, out
 
     def _refuse(self, runner: Any) -> None:
         config = runner.model_config
@@ -187,25 +230,29 @@ class Flash4Backend(AttentionBackend):
         k_cache = self._pages(pool.get_key_buffer(layer.layer_id), layer.tp_k_head_num, D)
         v_cache = self._pages(pool.get_value_buffer(layer.layer_id), layer.tp_v_head_num, Dv)
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
-        has_window = layer.sliding_window_size is not None and layer.sliding_window_size > -1
-        # SGLang does not count the token itself.
-        side = layer.sliding_window_size if has_window else None
-        options: dict[str, Any] = {
-            "window": (side, side),
-            "scale": layer.scaling,
-            "softcap": layer.logit_cap or 0.0,
-            "batch_invariant": self.batch_invariant,
-        }
-        if k_cache.dtype == FLOAT8:
-            options |= {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        options = self._options(layer, k_cache.dtype)
         keys = step.keys
-        if has_window and step.window_table is not None:
+        if _has_window(layer) and step.window_table is not None:
             keys = keys._replace(table=step.window_table)
         if step.drafts is None:
             out = _attend(q, k_cache, v_cache, step.queries, keys, causal=causal, sinks=sinks, **options)
         else:
             out = self._verify(q, k_cache, v_cache, step, step.drafts, sinks, options)
         return out.flatten(1)
+
+    def _options(self, layer: Any, cache_dtype: torch.dtype) -> dict[str, Any]:
+        """Options of all of a layer's calls."""
+        # SGLang does not count the token itself.
+        side = layer.sliding_window_size if _has_window(layer) else None
+        options: dict[str, Any] = {
+            "window": (side, side),
+            "scale": layer.scaling,
+            "softcap": layer.logit_cap or 0.0,
+            "batch_invariant": self.batch_invariant,
+        }
+        if cache_dtype == FLOAT8:
+            options |= {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        return options
 
     def _verify(
         self,
@@ -237,6 +284,10 @@ class Flash4Backend(AttentionBackend):
         if buffer.dim() == 4:
             return buffer.transpose(1, 2)
         return buffer.view(-1, self.page_size, heads, columns)
+
+
+def _has_window(layer: Any) -> bool:
+    return layer.sliding_window_size is not None and layer.sliding_window_size > -1
 
 
 def _into(buffer: Tensor, values: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...api import attention_varlen
 from ...errors import ArgumentError
-from ...kvcache import append_kvcache, attention_kvcache
-from .layout import keys_and_values
-from .metadata import Flash4Metadata
+from ...kvcache import append_kvcache, attention_kvcache, steps
+from .layout import FLOAT8, keys_and_values, kv_cache_shape
+from .metadata import Example, Flash4Metadata
 from .support import FLOAT8_NAMES
 
 
@@ -100,7 +100,6 @@ class Flash4Impl(AttentionImpl[Flash4Metadata]):
         if self.attn_type == AttentionType.ENCODER_ONLY:
             return self._encode(query, key, value, attn_metadata, output)
         k_cache, v_cache = keys_and_values(kv_cache, self.head_size, self._float8)
-        k_scale, v_scale = self._scales(layer)
         causal = attn_metadata.causal
         options: dict[str, Any] = {
             "seqused_k": attn_metadata.seq_lens,
@@ -108,13 +107,7 @@ class Flash4Impl(AttentionImpl[Flash4Metadata]):
             "cu_seqlens_q": attn_metadata.query_start_loc,
             "max_seqlen_q": attn_metadata.max_query_len,
             "max_seqlen_k": attn_metadata.max_seq_len,
-            "window": self._window,
-            "scale": self.scale,
-            "softcap": self._softcap,
-            "sinks": self.sinks,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "batch_invariant": self._batch_invariant,
+            **self._options(layer),
         }
         if isinstance(causal, Tensor) and self._window[1] is not None:
             # A flag lifts the bound on the right, but a request that is not causal has a window there.
@@ -145,6 +138,56 @@ class Flash4Impl(AttentionImpl[Flash4Metadata]):
         )
         output[:T].copy_(result)
         return output
+
+    def steps(self, layer: Any, dtype: torch.dtype, example: Example) -> list[Any]:
+        """Calls that the layer makes in steps of tokens in the model's dtype, as large as they become.
+
+        Requests that are not causal, and encoders, make others.
+        """
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            return []
+
+        def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=of, device=example.device)
+
+        shape = kv_cache_shape(2, example.block_size, self.num_kv_heads, self.head_size)
+        kv_cache = empty(*shape, of=FLOAT8 if self._float8 else dtype)
+        k_cache, v_cache = keys_and_values(kv_cache, self.head_size, self._float8)
+        query = empty(1, self.num_heads, self.head_size)
+        key, value = empty(2, 1, self.num_kv_heads, self.head_size)
+        k_scale, v_scale = self._scales(layer)
+        attend = steps.attend(
+            query,
+            k_cache,
+            v_cache,
+            # Each has a token, or pads a batch whose tokens are padded, too.
+            most_sequences=example.most_tokens,
+            most_tokens=example.most_tokens,
+            most_keys=example.most_keys,
+            seqused_k=empty(1, of=torch.int32),
+            block_table=empty(1, 1, of=torch.int32),
+            cu_seqlens_q=empty(2, of=torch.int32),
+            causal=True,
+            **self._options(layer),
+        )
+        slots = empty(1, of=torch.int64)
+        append = steps.append(
+            key, value, k_cache, v_cache, slot_mapping=slots, k_scale=k_scale, v_scale=v_scale
+        )
+        return [attend, append]
+
+    def _options(self, layer: Any) -> dict[str, Any]:
+        """Options of all calls of `attention_kvcache`."""
+        k_scale, v_scale = self._scales(layer)
+        return {
+            "window": self._window,
+            "scale": self.scale,
+            "softcap": self._softcap,
+            "sinks": self.sinks,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "batch_invariant": self._batch_invariant,
+        }
 
     def _scales(self, layer: Any) -> tuple[Tensor | None, Tensor | None]:
         """Factors of the layer's cache, () or (Hk,); vLLM may change their values later."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+
+from .. import ahead_of_steps
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,18 @@ class Flash4Metadata(AttentionMetadata):
     """A flag, or one for each request, (B,) int32."""
 
 
+class Example(NamedTuple):
+    """What steps have in common, for those who describe them before the first one."""
+
+    device: torch.device
+    block_size: int
+    """Keys in a block of the cache."""
+    most_tokens: int
+    """Tokens of a step."""
+    most_keys: int
+    """Keys of a request."""
+
+
 class Flash4MetadataBuilder(AttentionMetadataBuilder[Flash4Metadata]):
     """Takes vLLM's tensors as they are: nothing is read, copied or planned on the host.
 
@@ -40,8 +56,11 @@ class Flash4MetadataBuilder(AttentionMetadataBuilder[Flash4Metadata]):
     supports_update_block_table: bool = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any):
+        """Prepares the kernels of the layers' steps: vLLM makes builders before it captures graphs."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._max_model_len: int = vllm_config.model_config.max_model_len
+        device = torch.device(device)
+        ahead_of_steps.prepare(_steps(kv_cache_spec, layer_names, vllm_config, device), device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -67,3 +86,20 @@ class Flash4MetadataBuilder(AttentionMetadataBuilder[Flash4Metadata]):
     ) -> Flash4Metadata:
         """The same for another group of layers, whose keys are in other blocks."""
         return replace(metadata, block_table=blk_table)
+
+
+def _steps(spec: Any, layer_names: list[str], config: Any, device: torch.device) -> Iterator[Any]:
+    """Calls of the layers of a group, which the engine has made by now."""
+    example = Example(
+        device,
+        spec.block_size,
+        config.scheduler_config.max_num_batched_tokens,
+        config.model_config.max_model_len,
+    )
+    layers = config.compilation_config.static_forward_context
+    for name in layer_names:
+        layer = layers.get(name)
+        # Only our own implementations, which import this module, describe steps.
+        describe = getattr(getattr(layer, "impl", None), "steps", None)
+        if describe is not None:
+            yield from describe(layer, config.model_config.dtype, example)
