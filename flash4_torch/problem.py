@@ -40,7 +40,7 @@ class Spec(NamedTuple):
     weights: bool = False
     """The attention weights are wanted, or with `backward` their gradient, instead of what they make of v."""
     signed: bool = False
-    """Of the weights: those of each head before dropout, and negative where dropout takes them."""
+    """The weights wanted are those of each head before dropout, and negative where dropout takes them."""
     tf32: bool = False
     """float32: torch's switches allow TF32 for matrix products (`allows_tf32`)."""
     dropout_of_part: bool = False

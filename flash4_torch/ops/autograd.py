@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DoubleBackwardError, ForwardModeError
-from ..problem import has_float_mask
+from ..problem import CallOptions, has_float_mask
 from . import decomposition, schema, weights_in_graph
 
 Grads = tuple[Tensor | None, ...]
@@ -238,9 +238,15 @@ _both = function("attention_and_weights", _forward_of_both, _grads_of_both)
 
 
 def _as_one_node(*args: Any) -> tuple[Tensor, ...]:
-    """The autograd kernel of `attention_and_weights`: a graph traced through it holds the operators of both,
-    and drops the second one where nobody uses the weights."""
-    results: tuple[Tensor, ...] = _both.apply(*args) if wants_grad(args) else _call_both(args)[:3]
+    """The autograd kernel of `attention_and_weights`: a graph traced through it holds torch's own operators,
+    or those of both, and drops the second one where nobody uses the weights."""
+    if not wants_grad(args):
+        return _call_both(args)[:3]
+    q, k, v, attn_mask, sinks, rng_state, *scored_by, average_heads = args
+    options = CallOptions(*scored_by)
+    if weights_in_graph.serves_training(q, k, rng_state, options):
+        return weights_in_graph.forward(q, k, v, attn_mask, sinks, rng_state, options, average_heads)
+    results: tuple[Tensor, ...] = _both.apply(*args)
     return results
 
 
@@ -260,12 +266,9 @@ def in_graph_with_grad(*tensors: Tensor | None) -> bool:
 
 
 def attention_and_weights(*args: Any) -> tuple[Tensor, ...]:
-    """(out, lse, weights)."""
+    """(out, lse, weights), by an operator each."""
     *dense, average_heads = args
     q, k, _, *scored_by, _ = dense
-    if in_graph_with_grad(*dense[:5]):
-        results: tuple[Tensor, ...] = schema.attention_and_weights(*args)
-        return results
     out, lse, low = attention(*dense)
     # The weights have gradients of their own, in which lse is a function of q and k.
     saved = lse.detach(), low.detach() if has_float_mask(scored_by[0]) else None

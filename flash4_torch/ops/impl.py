@@ -89,7 +89,7 @@ def weights_of(problem: Problem) -> Problem:
 
 
 def signed_weights_of(problem: Problem) -> Problem:
-    """That problem of weights, whose signs say what dropout takes."""
+    """The problem of weights whose signs say what dropout takes, given that of weights."""
     return problem._replace(spec=problem.spec._replace(signed=True))
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -283,13 +284,15 @@ def test_lengths_recompile_nothing(function: Any, like_a_gpu: None) -> None:
 def test_few_scores_on_a_gpu() -> None:
     """They are computed with the output in training, if dropout's state is not that of a part of a call."""
     most = weights_in_graph._ON_GPU
-    with FakeTensorMode(), mock.patch.object(torch.compiler, "is_dynamo_compiling", return_value=True):
-        for scores, in_training, numbers in product((most, most + 1), (True, False), (0, 2, 7)):
+    with FakeTensorMode() as mode, tracing(TracingContext(mode)):
+        for scores, numbers in product((most, most + 1), (0, 2, 7)):
             q, k = (torch.empty(1, S, 1, 64, device="cuda") for S in (scores, 1))
             state = torch.empty(numbers, dtype=torch.int64, device="cuda") if numbers else None
             options = CallOptions(1.0, dropout_p=0.1 if numbers else 0.0)
-            served = weights_in_graph.serves_forward(q, k, state, options, in_training)
-            assert served == (scores == most and in_training and numbers != 7)
+            served = weights_in_graph.serves_training(q, k, state, options)
+            assert served == (scores == most and numbers != 7)
+            with mock.patch.object(torch.compiler, "is_dynamo_compiling", return_value=True):
+                assert not weights_in_graph.serves_evaluation(q, k, state, options)
 
 
 def test_vmap_in_a_graph(like_a_gpu: None) -> None:
