@@ -387,7 +387,9 @@ def _refuse(target: Target, features: object, reason: str) -> NoReturn:
 
 def _of_weights(target: Target, features: Features) -> Iterator[tuple[str, tuple[object, ...]]]:
     own = weights.features_of_weights(features)
-    yield from ((WEIGHTS, (own, average_heads, target.has_tma)) for average_heads in (True, False))
+    yield from ((WEIGHTS, weights.statics(target, own, average_heads)) for average_heads in (True, False))
+    if own.dropout:
+        yield WEIGHTS, weights.statics(target, own, average_heads=False, signed=True)
     if own.mask:
         yield MASK_BLOCKS, (weights.mask_plan(own.mask),)
 

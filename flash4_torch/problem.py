@@ -39,6 +39,8 @@ class Spec(NamedTuple):
     """Backward: attn_mask wants a gradient."""
     weights: bool = False
     """The attention weights are wanted, or with `backward` their gradient, instead of what they make of v."""
+    signed: bool = False
+    """The weights wanted are those of each head before dropout, and negative where dropout takes them."""
     tf32: bool = False
     """float32: torch's switches allow TF32 for matrix products (`allows_tf32`)."""
     dropout_of_part: bool = False

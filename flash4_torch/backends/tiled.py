@@ -50,7 +50,13 @@ class Tiled(CallsTorch):
 
     def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
         return weights.forward(
-            inputs.q, inputs.k, saved.lse, saved.lse_low, scoring(inputs, problem), saved.average_heads
+            inputs.q,
+            inputs.k,
+            saved.lse,
+            saved.lse_low,
+            scoring(inputs, problem),
+            saved.average_heads,
+            problem.spec.signed,
         )
 
     def prepare_both(self, inputs: Inputs, problem: Problem, average_heads: bool) -> Launch | None:

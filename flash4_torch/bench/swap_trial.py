@@ -55,9 +55,7 @@ class Trial:
             return self.call(who), None
         out, weights = self.modules[who](self.x, self.x, self.x, **self.arguments)
         B, S = self.x.shape[:2]
-        kept = _saved(out, torch.bool, (B, self.stock.num_heads, S, S))
-        if kept is None:
-            kept = dropout_mask(saved_rng_state(out), B, self.stock.num_heads, S, S, self.stock.dropout)
+        kept = _kept(out, (B, self.stock.num_heads, S, S), self.stock.dropout)
         return self._with_gradients(out, weights), kept
 
     def definition(self, dtype: torch.dtype, kept: Tensor | None) -> Results:
@@ -164,6 +162,18 @@ def _masks(case: SwapCase, device: str) -> dict[str, Any]:
     return {}
 
 
+def _kept(out: Tensor, shape: tuple[int, int, int, int], p: float) -> Tensor:
+    """The weights that dropout kept, bool, from what autograd's graph of `out` saved.
+
+    Graphs that compute output and weights together save just that; others save the weights of each head,
+    whose signs say it, or dropout's state.
+    """
+    kept = _saved(out, torch.bool, shape)
+    if kept is None and (signed := _saved(out, out.dtype, shape)) is not None:
+        kept = ~signed.signbit()
+    return dropout_mask(saved_rng_state(out), *shape, p) if kept is None else kept
+
+
 def saved_rng_state(out: Tensor) -> Tensor:
     """The state (seed, offset) of the dropout that made `out`, as autograd's graph saved it."""
     state = _saved(out, torch.int64, (2,))
@@ -173,10 +183,7 @@ def saved_rng_state(out: Tensor) -> Tensor:
 
 
 def _saved(out: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
-    """A tensor of that dtype and shape that autograd's graph of `out` saved.
-
-    Graphs that compute output and weights together save which weights dropout kept instead of its state.
-    """
+    """A tensor of that dtype and shape that autograd's graph of `out` saved."""
     waiting, seen = [out.grad_fn], set()
     while waiting:
         node = waiting.pop()

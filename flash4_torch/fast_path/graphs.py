@@ -12,7 +12,7 @@ sequences and gradients of weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from torch._C import _is_any_autocast_enabled
 from ..backends import ALIGNMENT
 from ..ops import schema
 from ..ops.after_import import after_import
-from ..ops.impl import backward_of, describe_inputs, weights_of
-from ..problem import CallOptions, Inputs, Saved, SavedWeights, allows_tf32, has_float_mask
+from ..ops.impl import backward_of, describe_inputs, signed_weights_of, weights_of
+from ..problem import CallOptions, Inputs, Problem, Saved, SavedWeights, allows_tf32, has_float_mask
 from . import recent
 from .conditions import must_take_slow_path, prepares
 
@@ -143,9 +143,19 @@ def _attention_backward(results: Results, *args: Any) -> Launch | None:
 
 
 def _attention_weights(results: Tensor, *args: Any) -> Launch | None:
-    q, k, lse, low, attn_mask, sinks, rng_state, *scores, average_heads = args
+    *args_of_each, average_heads = args
+    return _weights_launch(args, _weights_problem(args_of_each), average_heads)
+
+
+def _weights_problem(args: Sequence[Any]) -> Problem:
+    q, k, _, _, attn_mask, sinks, rng_state, *scores = args
     inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
-    problem = weights_of(describe_inputs(inputs, CallOptions(*scores)))
+    return weights_of(describe_inputs(inputs, CallOptions(*scores)))
+
+
+def _weights_launch(args: Sequence[Any], problem: Problem, average_heads: bool) -> Launch | None:
+    q, k, lse, low, attn_mask, sinks, rng_state, *_ = args
+    inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
     if not lse.is_contiguous() or not (low is None or low.is_contiguous()):
         return None
     backend = prepares(problem)
@@ -161,10 +171,15 @@ def _attention_weights(results: Tensor, *args: Any) -> Launch | None:
     return weights
 
 
+def _attention_weights_signed(results: Tensor, *args: Any) -> Launch | None:
+    return _weights_launch(args, signed_weights_of(_weights_problem(args)), average_heads=False)
+
+
 _PREPARES: dict[str, tuple[int, Prepare]] = {
     "attention": (6, _attention),
     "attention_backward": (11, _attention_backward),
     "attention_weights": (7, _attention_weights),
+    "attention_weights_signed": (7, _attention_weights_signed),
 }
 """How many arguments of an operator are tensors, and what prepares its launches."""
 
@@ -195,7 +210,7 @@ def _in_inductor() -> None:
         lower(getattr(schema, name), f"torch.ops.flash4.direct_{name}")
 
 
-attention, attention_backward, attention_weights = (
+attention, attention_backward, attention_weights, attention_weights_signed = (
     _direct(getattr(schema, name), *how) for name, how in _PREPARES.items()
 )
 """The operators for callers below autograd: they take the fast path where nobody can tell the difference."""

@@ -22,6 +22,7 @@ _TENSORS = {
     "attention": 3,
     "attention_varlen": 3,
     "attention_weights": 2,
+    "attention_weights_signed": 2,
     "attention_backward": 0,
     "attention_varlen_backward": 0,
     "attention_weights_backward": 0,

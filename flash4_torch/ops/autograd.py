@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DoubleBackwardError, ForwardModeError
-from ..problem import has_float_mask
+from ..problem import CallOptions, has_float_mask
 from . import decomposition, schema, weights_in_graph
 
 Grads = tuple[Tensor | None, ...]
@@ -75,49 +75,62 @@ def _weights_grads(ctx: Any, dweights: Tensor) -> Grads:
     return dq, dk, None, None, *others, *_none(7)
 
 
-def _of_weights(dweights: Tensor, saved: Sequence[Any], options: Sequence[Any], mask_grad: bool) -> Grads:
+def _of_weights(
+    dweights: Tensor,
+    saved: Sequence[Any],
+    options: Sequence[Any],
+    mask_grad: bool,
+    each_head: Tensor | None = None,
+) -> Grads:
     """Gradients of q, k, v (None), attn_mask and sinks from that of the weights."""
     (q, k, _, _, _, sinks, _), (*_, softcap, _, _) = saved, options
     if weights_in_graph.serves_backward(q, k, softcap):
-        return weights_in_graph.backward(dweights, *(*saved, *options, mask_grad))
+        return weights_in_graph.backward(dweights, *(*saved, *options, mask_grad), saved=each_head)
     dq, dk, dmask, dsinks = attention_weights_backward(dweights, *saved, *options, mask_grad)
     return dq, dk, None, dmask if mask_grad else None, None if sinks is None else dsinks
 
 
-def _call_both(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(out, lse, weights, lse_low or None), by the operators of both."""
+def _call_both(args: tuple[Any, ...], saves_weights: bool = False) -> tuple[Any, ...]:
+    """(out, lse, weights, lse_low or None, each head's weights or None), by the operators of both."""
     dense, average_heads = args[:-1], args[-1]
     q, k, _, *scored_by, _ = dense
+    *_, dropout_p = scored_by
     out, lse, low = below_autograd(schema.attention, dense)
     low = low if has_float_mask(scored_by[0]) else None
-    weights = below_autograd(schema.attention_weights, (q, k, lse, low, *scored_by, average_heads))
-    return out, lse, weights, low
+    of_weights = q, k, lse, low, *scored_by
+    if saves_weights:
+        each_head = below_autograd(weights_in_graph.each_head, of_weights)
+        return out, lse, weights_in_graph.applied(each_head, dropout_p, average_heads), low, each_head
+    weights = below_autograd(schema.attention_weights, (*of_weights, average_heads))
+    return out, lse, weights, low, None if average_heads or dropout_p else weights
 
 
 def _forward_of_both(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
     q, k, v, attn_mask, sinks, rng_state, *options, average_heads = args
-    out, lse, weights, low = _call_both(args)
-    ctx.save_for_backward(q, k, v, out, lse, low, attn_mask, sinks, rng_state, weights)
+    *_, softcap, _, _ = options
+    saves_weights = weights_in_graph.saves_weights(q, k, softcap)
+    out, lse, weights, low, each_head = _call_both(args, saves_weights)
+    ctx.save_for_backward(q, k, v, out, lse, low, attn_mask, sinks, rng_state, each_head)
     ctx.options, ctx.average_heads = options, average_heads
     ctx.set_materialize_grads(False)
     return out, lse, weights
 
 
 def _grads_of_both(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dweights: Tensor | None) -> Grads:
-    *saved, weights = ctx.saved_tensors
+    *saved, each_head = ctx.saved_tensors
     (q, k, v, _, lse, *scored_by), (*scores, _) = saved, ctx.options
     *_, softcap, _ = scores
     mask_grad, average_heads = ctx.needs_input_grad[3], ctx.average_heads
-    of_weights: tuple[Any, ...] = (q, k, lse, *scored_by), (*scores, average_heads), mask_grad
+    of_weights: tuple[Any, ...] = (q, k, lse, *scored_by), (*scores, average_heads), mask_grad, each_head
     grads: Grads
     if dweights is None:
         grads = _of_output(dout, dlse, saved, ctx.options, mask_grad)
     elif dout is None and dlse is None:
         grads = _of_weights(dweights, *of_weights)
     elif dout is not None and weights_in_graph.serves_backward(q, k, softcap):
-        output = weights_in_graph.OfOutput(dout, dlse, v, None if average_heads else weights)
-        tensors, options, _ = of_weights
-        grads = weights_in_graph.backward(dweights, *(*tensors, *options, mask_grad), output=output)
+        output = weights_in_graph.OfOutput(dout, dlse, v)
+        given = (*of_weights[0], *of_weights[1], mask_grad)
+        grads = weights_in_graph.backward(dweights, *given, output=output, saved=each_head)
     else:
         parts = _of_output(dout, dlse, saved, ctx.options, mask_grad), _of_weights(dweights, *of_weights)
         grads = tuple(x if y is None else y if x is None else x + y for x, y in zip(*parts, strict=True))
@@ -207,9 +220,14 @@ def _refuse_tangents(ctx: Any, *tangents: Tensor) -> Grads:
     raise ForwardModeError
 
 
-attention_backward, attention_varlen_backward, attention_weights_backward = (
-    _differentiable(f"{name}_backward", _save_nothing, _refuse)
-    for name in ("attention", "attention_varlen", "attention_weights")
+attention_backward, attention_varlen_backward, attention_weights_backward, _ = (
+    _differentiable(name, _save_nothing, _refuse)
+    for name in (
+        "attention_backward",
+        "attention_varlen_backward",
+        "attention_weights_backward",
+        "attention_weights_signed",
+    )
 )
 attention = _differentiable("attention", save_attention, attention_grads)
 attention_varlen = _differentiable("attention_varlen", _save_varlen, _varlen_grads)
@@ -220,9 +238,15 @@ _both = function("attention_and_weights", _forward_of_both, _grads_of_both)
 
 
 def _as_one_node(*args: Any) -> tuple[Tensor, ...]:
-    """The autograd kernel of `attention_and_weights`: a graph traced through it holds the operators of both,
-    and drops the second one where nobody uses the weights."""
-    results: tuple[Tensor, ...] = _both.apply(*args) if wants_grad(args) else _call_both(args)[:3]
+    """The autograd kernel of `attention_and_weights`: a graph traced through it holds torch's own operators,
+    or those of both, and drops the second one where nobody uses the weights."""
+    if not wants_grad(args):
+        return _call_both(args)[:3]
+    q, k, v, attn_mask, sinks, rng_state, *scored_by, average_heads = args
+    options = CallOptions(*scored_by)
+    if weights_in_graph.serves_training(q, k, rng_state, options):
+        return weights_in_graph.forward(q, k, v, attn_mask, sinks, rng_state, options, average_heads)
+    results: tuple[Tensor, ...] = _both.apply(*args)
     return results
 
 
@@ -242,12 +266,9 @@ def in_graph_with_grad(*tensors: Tensor | None) -> bool:
 
 
 def attention_and_weights(*args: Any) -> tuple[Tensor, ...]:
-    """(out, lse, weights)."""
+    """(out, lse, weights), by an operator each."""
     *dense, average_heads = args
     q, k, _, *scored_by, _ = dense
-    if in_graph_with_grad(*dense[:5]):
-        results: tuple[Tensor, ...] = schema.attention_and_weights(*args)
-        return results
     out, lse, low = attention(*dense)
     # The weights have gradients of their own, in which lse is a function of q and k.
     saved = lse.detach(), low.detach() if has_float_mask(scored_by[0]) else None

@@ -77,6 +77,10 @@ def _attention_weights(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
     return q.new_empty((B, Sq, Sk) if average_heads else (B, Hq, Sq, Sk))
 
 
+def _attention_weights_signed(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    return _attention_weights(q, k, False)
+
+
 def _attention_weights_backward(
     dweights: Tensor,
     q: Tensor,
@@ -109,6 +113,7 @@ by_name: dict[str, Callable[..., Any]] = {
     "attention_varlen": _attention_varlen,
     "attention_varlen_backward": _attention_varlen_backward,
     "attention_weights": _attention_weights,
+    "attention_weights_signed": _attention_weights_signed,
     "attention_weights_backward": _attention_weights_backward,
 }
 for _name, _fake in by_name.items():

@@ -78,6 +78,10 @@ def attention_weights(q: Tensor, k: Tensor, *rest: Any, **kwargs: Any) -> int:
     return _dense(q, k, k).scores
 
 
+def attention_weights_signed(q: Tensor, k: Tensor, *rest: Any, **kwargs: Any) -> int:
+    return _dense(q, k, k).scores
+
+
 def attention_weights_backward(dweights: Any, q: Tensor, k: Tensor, *rest: Any, **kwargs: Any) -> int:
     """q k^T again, dq and dk."""
     return 3 * _dense(q, k, k).scores
@@ -151,6 +155,7 @@ PLAIN = (
     attention_varlen,
     attention_varlen_backward,
     attention_weights,
+    attention_weights_signed,
     attention_weights_backward,
 )
 FLEX = (flex_attention, flex_attention_backward)

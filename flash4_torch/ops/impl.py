@@ -88,6 +88,11 @@ def weights_of(problem: Problem) -> Problem:
     return problem._replace(spec=spec)
 
 
+def signed_weights_of(problem: Problem) -> Problem:
+    """The problem of weights whose signs say what dropout takes, given that of weights."""
+    return problem._replace(spec=problem.spec._replace(signed=True))
+
+
 def dense_extent(q: Tensor, k: Tensor) -> Extent:
     return Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
@@ -208,6 +213,21 @@ def _attention_weights(
     return backends.choose(problem).weights(saved, inputs, problem)
 
 
+def _attention_weights_signed(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    *scores: Any,
+) -> Tensor:
+    problem = signed_weights_of(_weights_problem(q, k, attn_mask, sinks, list(scores)))
+    inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
+    return backends.choose(problem).weights(SavedWeights(lse, lse_low, False), inputs, problem)
+
+
 def _attention_weights_backward(
     dweights: Tensor,
     q: Tensor,
@@ -254,6 +274,7 @@ for _name, _kernel in {
     "attention_varlen": _attention_varlen,
     "attention_varlen_backward": _attention_varlen_backward,
     "attention_weights": _attention_weights,
+    "attention_weights_signed": _attention_weights_signed,
     "attention_weights_backward": _attention_weights_backward,
 }.items():
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")

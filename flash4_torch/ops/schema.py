@@ -10,6 +10,8 @@ mask, lse alone does not tell how many keys a row attends to. The backward uses 
 Every result is freshly allocated and contiguous, but on a GPU gradients of q, k and v lie in memory as these
 do (`problem.new_gradient`). `dmask` has no elements unless `mask_grad` asks for it, nor has `dsinks` without
 sinks.
+`attention_weights_signed` returns each head's weights as they are before dropout, and negative where dropout
+takes them: one result from which a graph reads both. The sign of a weight that is 0 says nothing.
 `attention_and_weights` is for graphs with gradients: one node of autograd, below which there are `attention`
 and `attention_weights`.
 """
@@ -25,10 +27,11 @@ _VARLEN = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, Tensor? rng_state, "
     f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_RULES}"
 )
-_WEIGHTS = (
+_EACH_HEAD = (
     "Tensor q, Tensor k, Tensor lse, Tensor? lse_low, "
-    f"Tensor? attn_mask, Tensor? sinks, Tensor? rng_state, {_SCORES}, bool average_heads"
+    f"Tensor? attn_mask, Tensor? sinks, Tensor? rng_state, {_SCORES}"
 )
+_WEIGHTS = f"{_EACH_HEAD}, bool average_heads"
 _SAVED = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _DENSE_SAVED = f"{_SAVED}, Tensor? lse_low"
 
@@ -45,6 +48,7 @@ SCHEMAS = {
     "attention_varlen": f"(Tensor q, Tensor k, Tensor v, {_VARLEN}) -> (Tensor out, Tensor lse)",
     "attention_varlen_backward": f"({_SAVED}, {_VARLEN}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     "attention_weights": f"({_WEIGHTS}) -> Tensor weights",
+    "attention_weights_signed": f"({_EACH_HEAD}) -> Tensor weights",
     "attention_weights_backward": (
         f"(Tensor dweights, {_WEIGHTS}, bool mask_grad) "
         "-> (Tensor dq, Tensor dk, Tensor dmask, Tensor dsinks)"
@@ -64,4 +68,5 @@ attention_backward = torch.ops.flash4.attention_backward.default
 attention_varlen = torch.ops.flash4.attention_varlen.default
 attention_varlen_backward = torch.ops.flash4.attention_varlen_backward.default
 attention_weights = torch.ops.flash4.attention_weights.default
+attention_weights_signed = torch.ops.flash4.attention_weights_signed.default
 attention_weights_backward = torch.ops.flash4.attention_weights_backward.default

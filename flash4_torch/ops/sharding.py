@@ -48,6 +48,7 @@ _AXES: dict[str, tuple[Dims, ...]] = {
     "attention_varlen": (_PACKED_HEADS,),
     "attention_varlen_backward": (_PACKED_HEADS,),
     "attention_weights": (_BATCH, _HEADS),
+    "attention_weights_signed": (_BATCH, _HEADS),
     "attention_weights_backward": (_BATCH, _HEADS),
 }
 

@@ -142,6 +142,7 @@ for _name, _tensors in {
     "attention_varlen": None,
     "attention_varlen_backward": None,
     "attention_weights": None,
+    "attention_weights_signed": None,
     "attention_weights_backward": None,
 }.items():
     torch.library.register_vmap(f"flash4::{_name}", _rule(_name, _tensors), lib=schema.LIBRARY)

@@ -6,7 +6,7 @@ made together with that of the output, as in stock attention, and not beside it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,20 +25,31 @@ _ON_CPU = 1 << 26
 _ON_GPU = 1 << 20
 """The same for a GPU, in the forward: a Hopper reads and writes so many float32 in 3 us, less than the launch
 of a kernel takes."""
+_SAVED = 1 << 26
+"""Weights of all heads that a graph saves for its backward, at most: 128 MiB in 16 bits, twice that with
+dropout; stock attention saves as many. Up to there a step may be the host's time: each operator counts."""
 _IN_BACKWARD = 1 << 30
 """Weights of all heads that the backward of a graph holds at once, at most."""
 
 
-def serves_forward(
-    q: Tensor, k: Tensor, rng_state: Tensor | None, options: CallOptions, in_training: bool
-) -> bool:
-    """Whether output and weights are best computed together, as stock attention does: on the CPU at sizes
-    that fit and without dropout, and in training on a GPU as long as all is the host's time. Elsewhere the
-    kernels of the output and of the weights are faster."""
-    most = {"cpu": 0 if options.dropout_p else _ON_CPU, "cuda": _ON_GPU if in_training else 0}
+def serves_evaluation(q: Tensor, k: Tensor, rng_state: Tensor | None, options: CallOptions) -> bool:
+    """Whether output and weights of a graph without gradients are best computed together, as stock attention
+    does: on the CPU at sizes that fit and without dropout. Elsewhere the kernels are faster."""
+    return torch.compiler.is_dynamo_compiling() and _is_served(q, k, rng_state, options, 0)
+
+
+def serves_training(q: Tensor, k: Tensor, rng_state: Tensor | None, options: CallOptions) -> bool:
+    """The same of a graph with gradients, and on a GPU also as long as all is the host's time.
+
+    The operator asks below Dynamo, which would guard each function of ours that it sees, in every call.
+    """
+    return TracingContext.try_get() is not None and _is_served(q, k, rng_state, options, _ON_GPU)
+
+
+def _is_served(q: Tensor, k: Tensor, rng_state: Tensor | None, options: CallOptions, on_gpu: int) -> bool:
+    most = {"cpu": 0 if options.dropout_p else _ON_CPU, "cuda": on_gpu}
     return (
-        torch.compiler.is_dynamo_compiling()
-        and (rng_state is None or len(rng_state) == dropout.STATE)
+        (rng_state is None or len(rng_state) == dropout.STATE)
         and not env.BACKEND.get()
         and _fit(q, k, most.get(q.device.type, 0))
     )
@@ -70,7 +81,7 @@ def forward(
         weights = weights[..., :-1]
     if rng_state is not None:
         kept = dropout.keep_each(rng_state, options.dropout_p, *weights.shape)
-        weights = torch.where(kept, weights * dropout.Dropout(rng_state, options.dropout_p).scale, 0.0)
+        weights = torch.where(kept, weights * dropout.scale(options.dropout_p), 0.0)
     weights = weights.to(q.dtype)
     out = weights @ decomposition.heads_first(v, q)
     return out.transpose(1, 2).contiguous(), _lse(scores), weights.mean(1) if average_heads else weights
@@ -103,14 +114,36 @@ def serves_backward(q: Tensor, k: Tensor, softcap: float) -> bool:
     return TracingContext.try_get() is not None and not softcap and _fit(q, k, _IN_BACKWARD)
 
 
+def saves_weights(q: Tensor, k: Tensor, softcap: float) -> bool:
+    """Whether the forward of a compiled graph makes each head's weights, and saves them for its backward."""
+    return serves_backward(q, k, softcap) and _fit(q, k, _SAVED)
+
+
+def each_head(*scored_by: Any) -> Tensor:
+    """The weights of each head by their operator, negative where dropout takes them; takes its arguments."""
+    dropout_p = scored_by[-1]
+    weights: Tensor
+    if dropout_p:
+        weights = schema.attention_weights_signed(*scored_by)
+    else:
+        weights = schema.attention_weights(*scored_by, False)
+    return weights
+
+
+def applied(signed: Tensor, dropout_p: float, average_heads: bool) -> Tensor:
+    """What `attention_weights` returns, made of each head's weights."""
+    weights = signed
+    if dropout_p:
+        weights = (signed.relu().to(working_dtype(signed.dtype)) * dropout.scale(dropout_p)).to(signed.dtype)
+    return weights.mean(1) if average_heads else weights
+
+
 class OfOutput(NamedTuple):
     """What the gradients of output and weights together need more than those of the weights."""
 
     dout: Tensor
     dlse: Tensor | None
     v: Tensor
-    weights: Tensor | None
-    """The weights of each head, after dropout, if the forward returned them."""
 
 
 class Gradients(NamedTuple):
@@ -141,33 +174,30 @@ def backward(
     mask_grad: bool,
     *,
     output: OfOutput | None = None,
+    saved: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of the weights and, with `output`, of out and lse; the weights come from their operator.
+    """Gradients of the weights and, with `output`, of out and lse; of each head's weights, which are what
+    the forward saved, or come from their operator.
 
     dw = dout v^T + dweights;   ds = w * (dw - rowsum(w * dw) + dlse)
     dq = scale * ds k;   dk = scale * ds^T q;   dv = w^T dout
     """
-
-    def each_head(p: float) -> Tensor:
-        if output is not None and output.weights is not None and p == dropout_p:
-            return output.weights
-        scored_by = attn_mask, sinks, rng_state if p else None, scale, window_left, window_right, softcap, p
-        weights: Tensor = schema.attention_weights(q, k, lse, lse_low, *scored_by, False)
-        return weights
-
+    scored_by = attn_mask, sinks, rng_state, scale, window_left, window_right, softcap, dropout_p
+    signed = each_head(q, k, lse, lse_low, *scored_by) if saved is None else saved
     Hq, Hk, work = q.shape[2], k.shape[2], working_dtype(q.dtype)
-    weights = each_head(0.0)
-    applied = each_head(dropout_p) if dropout_p else weights
+    # Without the factor of dropout, which would round them once more.
+    weights, kept = (signed.abs(), signed.relu()) if dropout_p else (signed, signed)
+    factor = dropout.scale(dropout_p)
     dw = (dweights[:, None] / Hq if average_heads else dweights).to(work)
     dv = None
     if output is not None:
         dout = _rows(output.dout, Hk)
         q, k, v = _laid_out(q, k, output.v)
         dw = dw + (dout @ v.permute(0, 2, 3, 1)).view(weights.shape).to(work)
-        dv = (_of_groups(applied, Hk).transpose(2, 3) @ dout).transpose(1, 2)
+        dv = (_of_groups(kept, Hk).transpose(2, 3) @ dout * factor).transpose(1, 2)
     if dropout_p:
         # A weight that was dropped has no gradient, whatever becomes of dw.
-        dw = torch.where(applied != 0, dw / (1.0 - dropout_p), 0.0)
+        dw = torch.where(signed > 0, dw * factor, 0.0)
     weights = weights.to(work)
     ds = weights * dw
     delta = ds.sum(-1, keepdim=True)

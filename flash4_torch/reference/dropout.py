@@ -138,6 +138,11 @@ def thresholds(p: float) -> tuple[int, int]:
     return divmod(round(p * 2**40), 2**32)
 
 
+def scale(p: float) -> float:
+    """Factor on kept weights, 1 / (1 - p); 0 when nothing is kept."""
+    return 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Dropout of one call: probability p, and the int64 pair (seed, offset) as a device tensor.
@@ -155,7 +160,7 @@ class Dropout:
     @property
     def scale(self) -> float:
         """Factor on kept weights, 1 / (1 - p); 0 when nothing is kept."""
-        return 0.0 if self.p >= 1.0 else 1.0 / (1.0 - self.p)
+        return scale(self.p)
 
     def keep(self, batch: range, Hq: int, rows: range, keys: range) -> Tensor:
         """The mask, bool (len(batch), Hq, len(rows), len(keys)), True where the weight is kept."""

@@ -31,18 +31,27 @@ class WeightsGradients(NamedTuple):
 
 
 def forward(
-    q: Tensor, k: Tensor, lse: Tensor, lse_low: Tensor | None, scoring: Scoring, average_heads: bool
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
+    scoring: Scoring,
+    average_heads: bool,
+    signed: bool = False,
 ) -> Tensor:
     """exp(scores - lse - lse_low) after dropout, in q's dtype: averaged (B, Sq, Sk), else (B, Hq, Sq, Sk).
 
-    lse, lse_low: (B, Hq, Sq), of `attention` with the same arguments.
+    lse, lse_low: (B, Hq, Sq), of `attention` with the same arguments. signed: dropout makes the weights of
+    each head negative that it takes, and leaves the others.
     """
     (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
     if _is_small(q, k, scoring):
         return _at_once(q, k, lse, lse_low, scoring, average_heads)
     weights = q.new_empty((B, Sq, Sk) if average_heads else (B, Hq, Sq, Sk))
     for block in _Block.of(q, k, lse, lse_low, scoring):
-        applied = block.weights if block.kept is None else block.weights * block.kept
+        applied = block.weights
+        if block.kept is not None:
+            applied = torch.where(block.kept > 0, applied, -applied) if signed else applied * block.kept
         if average_heads:
             applied = applied.mean(1)
         weights[block.batch.start : block.batch.stop, ..., block.rows.start : block.rows.stop, :] = applied

@@ -24,7 +24,7 @@ from on_cpu import gpu
 # torch 2.11's inductor imports a module that uses TorchScript.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
-NAMES = ("attention", "attention_backward", "attention_weights")
+NAMES = ("attention", "attention_backward", "attention_weights", "attention_weights_signed")
 DIRECT = {name: getattr(torch.ops.flash4, f"direct_{name}") for name in NAMES}
 OPERATORS = {name: getattr(torch.ops.flash4, name).default for name in NAMES}
 
@@ -77,6 +77,7 @@ def test_they_return_what_the_operators_return(case: Case, dropout_p: float, ave
         "attention": args,
         "attention_backward": (*saved, *masked_by, deterministic, False),
         "attention_weights": (q, k, *saved[6:], *masked_by, average),
+        "attention_weights_signed": (q, k, *saved[6:], *masked_by),
     }
     for name, given_ in every.items():
         expected = OPERATORS[name](*given_)
@@ -206,8 +207,8 @@ def test_graphs_of_inductor_call_them(chosen: list[str]) -> None:
             return torch.autograd.grad(loss, (x, *module.parameters()))
 
         expected = train()
-        # Output and weights; then each head's, for the gradient: without dropout, and with it.
-        assert len(chosen) == 4
+        # Output, and each head's weights, which the backward finds saved.
+        assert len(chosen) == 2
         train()  # torch's compiler watches the first call
         del chosen[:]
         assert_same_bits(train(), expected)

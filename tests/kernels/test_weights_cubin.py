@@ -46,11 +46,18 @@ KEYS_FLOAT32 = [
     for average in (True, False)
 ]
 
+KEYS_SIGNED = [
+    Key(WEIGHTS, (*key.static[:2], key.static[2] if len(key.static) > 2 else True, True), key.arch)
+    for key in (*KEYS, *KEYS_SM80, *KEYS_FLOAT32)
+    if key.static[0].dropout and not key.static[1]
+]
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
     return compiled_files.codes(
-        [*one_of(16, KEYS), *one_of(32, KEYS_SM80), *one_of(71, KEYS_FLOAT32)], tmp_path_factory
+        [*one_of(16, KEYS), *one_of(32, KEYS_SM80), *one_of(71, KEYS_FLOAT32), *one_of(19, KEYS_SIGNED)],
+        tmp_path_factory,
     )
 
 
@@ -73,7 +80,7 @@ def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
 def test_registers_suffice(compiled: dict[Key, cubin.Code]) -> None:
     wanted = 2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS
     for key, code in compiled.items():
-        if key not in KEYS:
+        if not WeightsPlan(*key.static).tma:
             assert not code.budgets
             continue
         assert code.budgets == {CONSUMER_REGISTERS, PRODUCER_REGISTERS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -66,12 +67,17 @@ STATICS_FLOAT32 = [
 FEATURES |= FLOAT32
 
 
+STATICS_SIGNED = [
+    (name, arch) for name in FEATURES if FEATURES[name].dropout for arch in (*ARCHS, *WITHOUT_TMA)
+]
+
+
 @functools.cache
-def compiled(arch: str, features: Features, average: bool):
+def compiled(arch: str, features: Features, average: bool, signed: bool = False):
     from flash4_torch.kernels.weights.launch import compile_weights
 
     with jit.quiet():
-        return compile_weights(features, average, arch in ARCHS and not features.is_float32)
+        return compile_weights(features, average, arch in ARCHS and not features.is_float32, signed)
 
 
 def scoring_of(features: Features, call: Call) -> Scoring:
@@ -96,7 +102,9 @@ def poisoned(
         yield device, weights
 
 
-def run(arch: str, features: Features, call: Call, average: bool, **schedule: object) -> Tensor:
+def run(
+    arch: str, features: Features, call: Call, average: bool, signed: bool = False, **schedule: object
+) -> Tensor:
     """A launch; raises for whatever the emulator finds wrong."""
     given, _ = of_peer(features, call)  # lse is of products as the kernel has them
     _, exact = attention(
@@ -109,7 +117,7 @@ def run(arch: str, features: Features, call: Call, average: bool, **schedule: ob
     params = (*numbers, byte, fraction, 1.0 / (1.0 - call.p), 0, 0, 0)
     rng_state = call.rng_state if features.dropout else None
     with poisoned(arch, call, average, **schedule) as (device, weights):
-        kernel, mask_args = compiled(arch, features, average), None
+        kernel, mask_args = compiled(arch, features, average, signed), None
         if call.mask is not None:
             from flash4_torch.kernels.weights.plan import WeightsPlan
 
@@ -147,3 +155,20 @@ def test_weights_are_right_whatever_the_schedule(
     testing.assert_close_as_peer(found, exact, peer, what="weights")
     again = run(arch, features, call, average, schedule="fuzz", seed=1)
     assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize(("name", "arch"), one_of(11, STATICS_SIGNED))
+@given(data=st.data())
+@settings(max_examples=examples(2, 12))
+def test_signs_are_the_mask_of_dropout(name: str, arch: str, data: st.DataObject) -> None:
+    """Weights are those without dropout, and what it takes of them is negative, bit for bit."""
+    features = FEATURES[name]
+    call = data.draw(calls(features._replace(Dv=8)))
+    signed = run(arch, features, call, False, signed=True, schedule="late")
+    assert torch.equal(
+        signed.abs(), run(arch, features._replace(dropout=False), dataclasses.replace(call, p=0.0), False)
+    )
+    (B, Sq, Hq, _), Sk = call.q.shape, call.k.shape[1]
+    kept = Dropout(call.rng_state, call.p).keep(range(B), Hq, range(Sq), range(Sk))
+    assert torch.equal(signed > 0, kept & (signed != 0))
+    assert torch.equal(signed, run(arch, features, call, False, signed=True, schedule="fuzz", seed=1))

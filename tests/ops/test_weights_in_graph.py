@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -63,8 +64,17 @@ def test_output_and_weights_together(call: Any, scoring: tuple[Any, ...], averag
         assert_equal(x, y)
 
 
-@given(calls(), scorings(), st.booleans(), st.sampled_from([0.0, 0.4]), st.sampled_from(["", "out", "lse"]))
-def test_gradients(call: Any, scoring: tuple[Any, ...], average: bool, p: float, more: str) -> None:
+@given(
+    calls(),
+    scorings(),
+    st.booleans(),
+    st.sampled_from([0.0, 0.4, 1.0]),
+    st.sampled_from(["", "out", "lse"]),
+    st.booleans(),
+)
+def test_gradients(
+    call: Any, scoring: tuple[Any, ...], average: bool, p: float, more: str, is_saved: bool
+) -> None:
     """Those of the weights, alone or with those of out and lse, are what the backward operators add up to."""
     (q, k, v), mask, sinks = call
     scale, left, right, *_ = scoring
@@ -79,12 +89,13 @@ def test_gradients(call: Any, scoring: tuple[Any, ...], average: bool, p: float,
     expected, output = [dq, dk, None, dmask, dsinks], None
     if more:
         dout, dlse = torch.randn_like(out), torch.randn_like(lse) if more == "lse" else None
-        output = OfOutput(dout, dlse, v, None if average else weights)
+        output = OfOutput(dout, dlse, v)
         others = FLASH4.attention_backward.default(
             dout, dlse, q, k, v, out, *beside, *scoring, False, mask_grad
         )
         expected = [y if x is None else x + y for x, y in zip(expected, others, strict=True)]
-    actual = weights_in_graph.backward(*given, output=output)
+    saved = weights_in_graph.each_head(q, k, *beside, *scoring) if is_saved else None
+    actual = weights_in_graph.backward(*given, output=output, saved=saved)
     has = True, True, bool(more), mask_grad, sinks is not None
     for x, y, wanted in zip(actual, expected, has, strict=True):
         assert (x is not None) == wanted
@@ -148,16 +159,48 @@ def test_a_graph_for_the_cpu_calls_nothing_of_ours(uses: str) -> None:
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("uses", USES)
 def test_what_a_graph_calls(like_a_gpu: None, uses: str, average: bool, dropout: float) -> None:
-    """The backward of weights that are used has nothing of ours but weights that were not saved; weights that
-    nobody uses are not in the graphs."""
+    """The forward saves the weights that its backward needs, of all heads; weights that nobody uses are not
+    in the graphs."""
     module = MultiheadAttention(8, 2, dropout, batch_first=True)
     forward, backward = operators(module, uses, average_attn_weights=average)
     if uses == "out":
         assert (forward, backward) == (["attention"], ["attention_backward"])
         return
+    of_each_head = "attention_weights_signed" if dropout else "attention_weights"
+    assert (forward, backward) == (["attention", of_each_head], [])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("average", [True, False])
+def test_many_weights_are_not_saved(
+    monkeypatch: pytest.MonkeyPatch, like_a_gpu: None, average: bool, dropout: float
+) -> None:
+    """The backward makes each head's weights anew, by one launch, unless they are what was returned."""
+    monkeypatch.setattr(weights_in_graph, "_SAVED", 2 * 2 * 5 * 5 - 1)
+    module = MultiheadAttention(8, 2, dropout, batch_first=True)
+    forward, backward = operators(module, "both", average_attn_weights=average)
     assert forward == ["attention", "attention_weights"]
-    made = 1 if uses == "weights" or average else 0
-    assert backward == ["attention_weights"] * (made + bool(dropout))
+    again = ["attention_weights_signed"] if dropout else ["attention_weights"] if average else []
+    assert backward == again
+
+
+@given(calls(), scorings(), st.sampled_from([0.0, 0.4, 1.0]), st.booleans())
+def test_signs_say_what_dropout_takes(call: Any, scoring: tuple[Any, ...], p: float, average: bool) -> None:
+    """Both weights, before dropout and after it, are in the signed ones; the mask is the reference's."""
+    (q, k, v), mask, sinks = call
+    *scores, _ = scoring
+    rng_state = ops.draw_rng_state(q.device) if p else None
+    _, lse, low = FLASH4.attention.default(q, k, v, mask, sinks, rng_state, *scores, p, False)
+    saved = q, k, lse, low if low.numel() else None, mask, sinks
+    signed = weights_in_graph.each_head(*saved, rng_state, *scores, p)
+    before = FLASH4.attention_weights.default(*saved, None, *scores, 0.0, False)
+    torch.testing.assert_close(signed.abs(), before)
+    if rng_state is not None:
+        B, Sq, Hq, _ = q.shape
+        kept = dropout.Dropout(rng_state, p).keep(range(B), Hq, range(Sq), range(k.shape[1]))
+        assert torch.equal(signed > 0, kept & (before > 0))
+    after = FLASH4.attention_weights.default(*saved, rng_state, *scores, p, average)
+    torch.testing.assert_close(weights_in_graph.applied(signed, p, average), after)
 
 
 def test_large_calls_and_softcap_keep_the_kernels(monkeypatch: pytest.MonkeyPatch, like_a_gpu: None) -> None:
@@ -241,13 +284,15 @@ def test_lengths_recompile_nothing(function: Any, like_a_gpu: None) -> None:
 def test_few_scores_on_a_gpu() -> None:
     """They are computed with the output in training, if dropout's state is not that of a part of a call."""
     most = weights_in_graph._ON_GPU
-    with FakeTensorMode(), mock.patch.object(torch.compiler, "is_dynamo_compiling", return_value=True):
-        for scores, in_training, numbers in product((most, most + 1), (True, False), (0, 2, 7)):
+    with FakeTensorMode() as mode, tracing(TracingContext(mode)):
+        for scores, numbers in product((most, most + 1), (0, 2, 7)):
             q, k = (torch.empty(1, S, 1, 64, device="cuda") for S in (scores, 1))
             state = torch.empty(numbers, dtype=torch.int64, device="cuda") if numbers else None
             options = CallOptions(1.0, dropout_p=0.1 if numbers else 0.0)
-            served = weights_in_graph.serves_forward(q, k, state, options, in_training)
-            assert served == (scores == most and in_training and numbers != 7)
+            served = weights_in_graph.serves_training(q, k, state, options)
+            assert served == (scores == most and numbers != 7)
+            with mock.patch.object(torch.compiler, "is_dynamo_compiling", return_value=True):
+                assert not weights_in_graph.serves_evaluation(q, k, state, options)
 
 
 def test_vmap_in_a_graph(like_a_gpu: None) -> None:

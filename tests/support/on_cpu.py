@@ -161,6 +161,9 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
 
 
 def _weights(features: Features, average_heads: bool, has_tma: bool, *args: Any) -> None:
+    signed = args[0] is True
+    args = args[1:] if signed else args
+    assert not signed or (features.dropout and not average_heads)
     q, k, lse, low, weights, mask_args, rng_state, params = args
     B, Sq, Hq, _ = q.shape
     Sk = k.shape[1]
@@ -179,7 +182,7 @@ def _weights(features: Features, average_heads: bool, has_tma: bool, *args: Any)
     mask = mask_args[0] if mask_args else None
     dropout = Dropout(rng_state, p) if features.dropout else None
     scoring = Scoring(scale, band, softcap if features.softcap else 0.0, mask, dropout)
-    weights.copy_(reference_weights.forward(q, k, lse, low, scoring, average_heads))
+    weights.copy_(reference_weights.forward(q, k, lse, low, scoring, average_heads, signed))
 
 
 def _check(

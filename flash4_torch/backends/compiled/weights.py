@@ -49,7 +49,16 @@ def limits(target: Target, problem: Problem) -> list[str]:
 def decide(target: Target, problem: Problem, average_heads: bool, find: Find) -> Kernel:
     features = features_of_weights(features_of(problem))
     params = launch_params(problem, problem.extent.Sq, Section(1), 1)
-    return Kernel(find(WEIGHTS, (features, average_heads, target.has_tma)), mask_plan(features.mask), params)
+    static = statics(target, features, average_heads, signed=problem.spec.signed and features.dropout)
+    return Kernel(find(WEIGHTS, static), mask_plan(features.mask), params)
+
+
+def statics(
+    target: Target, features: Features, average_heads: bool, signed: bool = False
+) -> tuple[object, ...]:
+    """What the kernel is compiled for, the arguments of its entry."""
+    static = features, average_heads, target.has_tma
+    return (*static, True) if signed else static
 
 
 def features_of_weights(features: Features) -> Features:

@@ -286,6 +286,16 @@ class QueryRows(NamedTuple):
         return word, byte, 4 * column + inside
 
     @classmethod
+    def negate(cls, weights: cute.Tensor, keep_bits: cute.Tensor) -> None:
+        """Set the sign of what is not kept of a lane's N / 2 float32 numbers, in the order of `drop`."""
+        count = cute.size(weights)
+        targets = cute.make_tensor(cute.recast_ptr(weights.iterator, dtype=Uint32), cute.make_layout(count))
+        for i in range(count):
+            word, byte, bit = cls.place(i // 2, i % 2)
+            taken = ~(keep_bits[word] << (31 - 8 * byte - bit))
+            targets[i] = targets[i] | (taken & Uint32(1 << 31))
+
+    @classmethod
     def drop(cls, weights: cute.Tensor, keep_bits: cute.Tensor, strip: int = 0) -> None:
         """Zero what is not kept of a lane's N / 2 numbers of 16 or 32 bits, a flat register tensor.
 

@@ -34,7 +34,8 @@ def attention_weights(
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
-    """Launch weights = dropout(exp(scores - lse)), or their mean over the query heads.
+    """Launch weights = dropout(exp(scores - lse)), or their mean over the query heads, or exp(scores - lse)
+    with signs that are negative where dropout takes a weight.
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D): the last stride is 1, the others are multiples of 8 elements, and
     bases are aligned to 16 bytes. lse (B, Hq, Sq) float32, contiguous; with a float mask lse_low as well.
@@ -62,9 +63,9 @@ def attention_weights(
     )
 
 
-def compile_weights(features: Features, average: bool, tma: bool = True) -> Any:
+def compile_weights(features: Features, average: bool, tma: bool = True, signed: bool = False) -> Any:
     """`attention_weights` compiled for any sizes; call it with its arguments but `plan` and `stream`."""
-    plan = WeightsPlan(features, average, tma)
+    plan = WeightsPlan(features, average, tma, signed)
     q, k = (host.rows(plan.dtype, (*host.any_sizes(3), features.D)) for _ in range(2))
     lse = host.compact(Float32, host.any_sizes(3))
     lse_low = host.compact(Float32, host.any_sizes(3)) if features.float_mask else None

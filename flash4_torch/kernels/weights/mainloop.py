@@ -62,12 +62,16 @@ def mainloop(ctx: Context, warp: Int32) -> None:
             _weights(ctx, fragment, lse[m], None if low is None else low[m])
             if cutlass.const_expr(plan.features.dropout):
                 keep_bits = dropout.take(ctx.sKeepBits[None, None, m, t.warp], t.lane)
-                dropout.QueryRows.drop(t.S[m], keep_bits)
+                if cutlass.const_expr(plan.signed):
+                    dropout.QueryRows.negate(t.S[m], keep_bits)
+                else:
+                    dropout.QueryRows.drop(t.S[m], keep_bits)
             if cutlass.const_expr(plan.average):
                 for i in cutlass.range_constexpr(cute.size(t.S[m])):
                     t.sums[m][i] = t.sums[m][i] + t.S[m][i]
             else:
-                _store(ctx, fragment, ctx.weights[tile.batch, head, None, None], ctx.params.keep_scale)
+                factor = Float32(1.0) if cutlass.const_expr(plan.signed) else ctx.params.keep_scale
+                _store(ctx, fragment, ctx.weights[tile.batch, head, None, None], factor)
     if cutlass.const_expr(plan.average):
         factor = ctx.params.keep_scale / Float32(ctx.maps.mQ.shape[2])
         for m in cutlass.range_constexpr(len(t.S)):

@@ -3,7 +3,8 @@
 A CTA has a tile of queries by keys, of one batch entry, and goes through query heads:
 
     warps 0 to 7    32 queries by 64 keys each: S = Q K^T by warp-level MMAs, P = exp(S - lse), dropout;
-                    sums of P over the heads, or P of each head, go to global memory
+                    sums of P over the heads, or P of each head, go to global memory; P may have signs that
+                    say what dropout takes, so that one launch gives P before and after it
     warp 8          the load warp: Q and K by TMA, a chunk of up to 64 columns at a time
     warps 9 to 11   nothing
 
@@ -43,6 +44,8 @@ class WeightsPlan(NamedTuple):
     """Whether weights are averaged over the heads."""
     tma: bool = True
     """Whether Q and K come by TMA, and a warp of its own loads them."""
+    signed: bool = False
+    """Whether dropout makes a head's weights negative instead of 0, and leaves the others as they are."""
 
     @property
     def dtype(self) -> type:
@@ -117,3 +120,4 @@ class WeightsPlan(NamedTuple):
         """Assert what the kernel relies on."""
         f = self.features
         assert not (f.is_float32 and self.tma) and (f.is_float32 or not f.tf32)
+        assert not self.signed or (f.dropout and not self.average)
