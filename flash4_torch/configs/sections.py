@@ -75,8 +75,10 @@ def fewer_if_long(heads: int, Sq: int) -> int:
 
 
 def bounded_backward(work: Workload, D: int, Dv: int, tiles: int, *, left: bool) -> Section:
-    """The section of a backward whose band has bounds or that has a mask, for 16-bit dtypes. `tiles`: tiles of
-    a head."""
+    """The section of a backward whose band has bounds, or that has a mask, for 16-bit dtypes.
+
+    tiles: tiles of a head.
+    """
     if not left and max(D, Dv) <= 128:
         wanted = min(max(_TILES // tiles, _FEWEST_HEADS), _MOST_HEADS)
         return Section(evenly(work.heads, min(fewer_if_long(wanted, work.Sq), work.heads)))

@@ -45,7 +45,6 @@ def backward(
     params: LaunchParams,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
-    row_inputs: RowInputs | None = None,
 ) -> None:
     """Launch dk, dv, and dq_acc += dq / scale; with scope `KV_HEAD` dk, dv and dq.
 
@@ -63,9 +62,64 @@ def backward(
 
     With scope `KV_HEAD` dq_acc is (CTAs, Hq / Hk, blocks, floats) with any contents. The number of CTAs is
     `params.num_sms`, or that of the batch's KV heads if there are fewer. dq is like q.
-
-    row_inputs: see `preprocess_and_backward`.
     """
+    before = q, k, v, dout, stats, dq_acc, dq, dk, dv, tile_counter, dq_semaphore
+    _launch(*before, cu_seqlens_q, cu_seqlens_k, mask, dmask, rng_state, None, params, plan, stream)
+
+
+@cute.jit
+def preprocess_and_backward(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    dout: cute.Tensor,
+    stats: cute.Tensor,
+    dq_acc: cute.Tensor,
+    dq: cute.Tensor,
+    dk: cute.Tensor,
+    dv: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    rng_state: cute.Tensor | None,
+    params: LaunchParams,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
+) -> None:
+    """Launch stats, and dk, dv and dq of `backward` with scope `KV_HEAD`, in one kernel with `preprocesses`.
+
+    out like dout; lse (B, Hq, Sq) float32, contiguous; both as the preprocess kernel takes them, which gets
+    the same stats from them. stats and dq_acc may have any contents; there is a CTA for each KV head of the
+    batch. It is without what scope `KV_HEAD` does not take, and without a counter of tiles.
+    """
+    inputs = RowInputs(*host.in_order(params.out_heads_first, out, dout), lse)
+    none = (None,) * 6
+    _launch(q, k, v, dout, stats, dq_acc, dq, dk, dv, *none, rng_state, inputs, params, plan, stream)
+
+
+@cute.jit
+def _launch(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    dout: cute.Tensor,
+    stats: cute.Tensor,
+    dq_acc: cute.Tensor,
+    dq: cute.Tensor | None,
+    dk: cute.Tensor,
+    dv: cute.Tensor,
+    tile_counter: cute.Tensor | None,
+    dq_semaphore: cute.Tensor | None,
+    cu_seqlens_q: cute.Tensor | None,
+    cu_seqlens_k: cute.Tensor | None,
+    mask: MaskArgs | ModArgs | None,
+    dmask: cute.Tensor | None,
+    rng_state: cute.Tensor | None,
+    row_inputs: RowInputs | None,
+    params: LaunchParams,
+    plan: cutlass.Constexpr,
+    stream: cuda.CUstream,
+) -> None:
+    """What `backward` and `preprocess_and_backward` launch: the host's side of the kernel."""
     plan.check()
     q, k, v, dk, dv = host.in_order(params.heads_first, q, k, v, dk, dv)
     dout = host.in_order(params.out_heads_first, dout)
@@ -136,35 +190,6 @@ def backward(
     )
     num_ctas = num_work if config.preprocesses else params.num_sms
     tile_scheduler.launch(kernel, plan, num_work, num_ctas, stream)
-
-
-@cute.jit
-def preprocess_and_backward(
-    q: cute.Tensor,
-    k: cute.Tensor,
-    v: cute.Tensor,
-    dout: cute.Tensor,
-    stats: cute.Tensor,
-    dq_acc: cute.Tensor,
-    dq: cute.Tensor,
-    dk: cute.Tensor,
-    dv: cute.Tensor,
-    out: cute.Tensor,
-    lse: cute.Tensor,
-    rng_state: cute.Tensor | None,
-    params: LaunchParams,
-    plan: cutlass.Constexpr,
-    stream: cuda.CUstream,
-) -> None:
-    """Launch stats, and dk, dv and dq of `backward` with scope `KV_HEAD`, in one kernel with `preprocesses`.
-
-    out like dout; lse (B, Hq, Sq) float32, contiguous; both as the preprocess kernel takes them, which gets
-    the same stats from them. stats and dq_acc may have any contents; there is a CTA for each KV head of the
-    batch. It is without what scope `KV_HEAD` does not take, and without a counter of tiles.
-    """
-    inputs = RowInputs(*host.in_order(params.out_heads_first, out, dout), lse)
-    none = (None,) * 6
-    backward(q, k, v, dout, stats, dq_acc, dq, dk, dv, *none, rng_state, params, plan, stream, inputs)
 
 
 def compile_backward(features: Features, config: Sm90Backward) -> Any:
