@@ -77,8 +77,6 @@ class DecodeForm(NamedTuple):
     few_rows: bool = False
     """Whether a tile has `FEW_ROWS` rows or fewer, of 16: the others are multiplied, and nothing else is done
     to them. Bits of the rows stay the same."""
-    old_order: bool = False
-    """Whether splits end, and are merged, in the order of waits of before; the other one is not timed yet."""
 
     @property
     def has_runs(self) -> bool:
@@ -131,7 +129,8 @@ SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
 SHARED_MANY_BLOCKS = 12
 """Blocks of `KEYS` keys for each SM from which such tiles are faster with `MORE_KEYS`, as it measured."""
 _LEAST_SHARED_GROUPS = 0.9
-"""Groups of splits for each SM from which tiles of `SHARED_ROWS` have them; a guess, not measured."""
+"""Groups of splits for each SM from which tiles of `SHARED_ROWS` have them. From 1.9 on they are faster, as
+an H200 measured; fewer are a guess."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
 """Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
@@ -143,8 +142,6 @@ _RESERVED_BYTES = 1024
 STAGES_OF_TWO_CTAS, MOST_STAGES = 3, 8
 """Stages that each of two CTAs of an SM has at least, and that a CTA has at most."""
 CTAS_PER_SM = 2
-OLD_ORDER = False
-"""`old_order` of launches."""
 MOST_TOKENS = 64
 """Tokens of a sequence up to which this kernel, which splits keys, serves where the forward could."""
 CLUSTER = CLUSTERS[-1]
@@ -224,7 +221,7 @@ def wgmma_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
     other = SHARED_ROWS * (2 * D + _OTHER_ROW_BYTES) + _OTHER_BYTES
     has_room = (form.gpu.smem_bytes - other) // (2 * KEYS * (D + Dv)) >= form.gpu.least_stages
     if form.groups:
-        has_room = form.cluster in group_clusters(features, form, SHARED_ROWS) and not form.old_order
+        has_room = form.cluster in group_clusters(features, form, SHARED_ROWS)
     return (WARPGROUP_ROWS, SHARED_ROWS) if has_room else (WARPGROUP_ROWS,)
 
 

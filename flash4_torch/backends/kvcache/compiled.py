@@ -294,7 +294,7 @@ def with_few_tokens(problem: CacheProblem) -> CacheProblem:
 def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
     """The kernel, and how it divides the keys."""
     spec, extent, features = problem.spec, problem.extent, features_of(problem)
-    form = form_of(problem)._replace(gpu=target.decode, old_order=decode.OLD_ORDER)
+    form = form_of(problem)._replace(gpu=target.decode)
     choice = _row_choice(problem, features, form)
     rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
     wgmma = target.has_wgmma and decode.may_use_wgmma(form, rows, spec.group, spec.batch_invariant)

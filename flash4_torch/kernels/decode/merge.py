@@ -16,7 +16,7 @@ from ..common.softmax import LN2
 from ..common.warps import WARP
 from .context import Context
 from .epilogue import part_place, store_part, store_vector, with_sink
-from .plan import VECTOR, DecodePlan
+from .plan import VECTOR
 from .splits import Shares
 
 _VECTORS, _LOADS, _DEPTH = 4, 16, 8
@@ -75,20 +75,12 @@ def merge_cluster(
     """
     cluster = ctx.plan.form.cluster
     # The CTAs of a cluster are an even number, so that all vectors of a rank are of one row.
-    row, at_once = rows[0] + rank % 2 * 8, _at_once(ctx.plan)
+    row = rows[0] + rank % 2 * 8
     if row < ctx.tile.num_rows:
         # A loop, since ptxas would keep the addresses of all vectors while blocks are gone through.
-        for first in cutlass.range(rank, ctx.plan.vectors, cluster * at_once, unroll=1):
-            _merge_kept(ctx, row, first, shares, part, several, rank)
-
-
-def _at_once(plan: DecodePlan) -> int:
-    """Vectors whose parts of all CTAs of the cluster a thread loads together."""
-    cluster = plan.form.cluster
-    # Blocks follow after a group's merge, whose registers leave no room.
-    if plan.form.groups or plan.form.old_order:
-        return 1
-    return min(_LOADS // cluster, -(-plan.vectors // cluster))
+        for number in cutlass.range(rank, ctx.plan.vectors, cluster, unroll=1):
+            lse, values = _merge_vector(ctx, number, shares)
+            store_result(ctx, lse, values, row, number, part, several, rank)
 
 
 @cute.jit
@@ -113,38 +105,27 @@ def store_result(
 
 
 @cute.jit
-def _merge_kept(
-    ctx: Context, row: Int32, first: Int32, shares: Shares, part: Int32, several: Boolean, rank: Int32
-) -> None:
-    """Merge and store some of the rank's vectors from number `first` on, of all splits that the CTAs have."""
+def _merge_vector(ctx: Context, number: Int32, shares: Shares) -> tuple[Float32, cute.Tensor]:
+    """Merge a vector's results of all splits that CTAs of the cluster have."""
     plan, thread = ctx.plan, ctx.warp * WARP + ctx.lane
-    cluster, count = plan.form.cluster, _at_once(plan)
-    own_row = ctx.row_warp * MMA_ROWS + first % 2 * 8 + ctx.lane // 4
-    # Instead of vectors after the last one, the last one is loaded.
-    numbers = [cutlass.min(first + i * cluster, plan.vectors - 1) for i in range(count)]
+    row = ctx.row_warp * MMA_ROWS + number % 2 * 8 + ctx.lane // 4
     parts = []
     # All of these loads are under way before one of them is waited for.
-    for peer in cutlass.range_constexpr(cluster):
+    for peer in cutlass.range_constexpr(plan.form.cluster):
         own = shares.of(peer)
         for slot in cutlass.range_constexpr(max(plan.kept, 1)):
-            part_lse = cute.make_rmem_tensor(1, Float32)
+            part_lse, part = cute.make_rmem_tensor(1, Float32), _zeros()
             part_lse.fill(-Float32.inf)
-            values = [_zeros() for _ in numbers]
             if own.first + slot < own.last:
-                cute.autovec_copy(_remote(ctx.sLse.iterator + slot * plan.rows + own_row, peer, 1), part_lse)
-                kept = ctx.kept(thread, slot)
-                for i in cutlass.range_constexpr(count):
-                    cute.autovec_copy(_remote(kept[None, numbers[i]].iterator, peer, VECTOR), values[i])
-            parts.append((part_lse, values))
-    row_max, total, sums = -Float32.inf, Float32(0.0), [_zeros() for _ in numbers]
-    for part_lse, values in parts:
+                kept = ctx.kept(thread, slot)[None, number].iterator
+                cute.autovec_copy(_remote(ctx.sLse.iterator + slot * plan.rows + row, peer, 1), part_lse)
+                cute.autovec_copy(_remote(kept, peer, VECTOR), part)
+            parts.append((part_lse, part))
+    row_max, total, values = -Float32.inf, Float32(0.0), _zeros()
+    for part_lse, part in parts:
         row_max, total, weights = weights_of(row_max, total, part_lse[0])
-        for i in cutlass.range_constexpr(count):
-            add_values(sums[i], values[i], weights)
-    for i in cutlass.range_constexpr(count):
-        if first + i * cluster < plan.vectors:
-            lse = finish(row_max, total, sums[i])
-            store_result(ctx, lse, sums[i], row, numbers[i], part, several, rank)
+        add_values(values, part, weights)
+    return finish(row_max, total, values), values
 
 
 def _remote(own: cute.Pointer, rank: int, size: int) -> cute.Tensor:
@@ -178,26 +159,13 @@ def _merge_vectors(
     # All are of one row. With one place for all, a tile of 64 rows at D 256 spills.
     own_rows = [rows[0] + number % 2 * 8 for number in numbers]
     places = [ctx.place_of(cutlass.min(row, tile.num_rows - 1)) for row in own_rows]
-    token, head = places[0]
-    depth = 1 if ctx.plan.form.old_order else min(_DEPTH, _LOADS // count)
-    unroll = min(_DEPTH, _LOADS // count) if ctx.plan.form.old_order else 1
-    for begin in cutlass.range(parts.first, parts.last, depth, unroll=unroll):
-        loaded = []
-        # All of these loads are under way before one of them is waited for, however few parts there are.
-        for d in cutlass.range_constexpr(depth):
-            lse = cute.make_rmem_tensor(1, Float32)
-            lse.fill(-Float32.inf)
-            own = [_zeros() for _ in first]
-            part = begin + d
-            if part < parts.last:
-                lse[0] = ctx.tensors.partial_lse[part, rank, head, token]
-                for i in cutlass.range_constexpr(count):
-                    cute.autovec_copy(part_place(ctx, part, *places[i], numbers[i]), own[i])
-            loaded.append((lse, own))
-        for lse, own in loaded:
-            row_max, total, weights = weights_of(row_max, total, lse[0])
-            for i in cutlass.range_constexpr(count):
-                add_values(sums[i], own[i], weights)
+    for part in cutlass.range(parts.first, parts.last, unroll=min(_DEPTH, _LOADS // count)):
+        token, head = places[0]
+        row_max, total, weights = weights_of(row_max, total, ctx.tensors.partial_lse[part, rank, head, token])
+        for i in cutlass.range_constexpr(count):
+            own = cute.make_rmem_tensor(VECTOR, Float32)
+            cute.autovec_copy(part_place(ctx, part, *places[i], numbers[i]), own)
+            add_values(sums[i], own, weights)
     for i in cutlass.range_constexpr(count):
         if (rank + first[i] < ctx.plan.vectors) & (own_rows[i] < tile.num_rows):
             store(ctx, finish(row_max, total, sums[i]), sums[i], own_rows[i], numbers[i])

@@ -100,22 +100,10 @@ def _load(ctx: Context, blocks: Span) -> None:
                 landed = ring.after(landed, plan.stages)
         at = ring.after(at, plan.stages)
         places, next_places = next_places, places_after
-    if cutlass.const_expr(plan.form.old_order):
-        cute.arch.cp_async_wait_group(0)
-        for _ in cutlass.range(cutlass.min(last - blocks.first, in_flight), unroll=1):
-            _fill(ctx, landed)
-            landed = ring.after(landed, plan.stages)
-    else:
-        # Each of the last blocks as soon as it is there.
-        for left in cutlass.range_constexpr(in_flight, 0, -1):
-            if last - blocks.first >= left:
-                if cutlass.const_expr(plan.lands_apart):
-                    _land(ctx, ctx.load_k, landed, 2 * left - 1)
-                    _land(ctx, ctx.load_v, landed, 2 * left - 2)
-                else:
-                    cute.arch.cp_async_wait_group(left - 1)
-                    _fill(ctx, landed)
-                landed = ring.after(landed, plan.stages)
+    cute.arch.cp_async_wait_group(0)
+    for _ in cutlass.range(cutlass.min(last - blocks.first, in_flight), unroll=1):
+        _fill(ctx, landed)
+        landed = ring.after(landed, plan.stages)
 
 
 @cute.jit
@@ -123,15 +111,9 @@ def _commit(ctx: Context, edge: Ring, landed: Cursor, is_due: Boolean, in_flight
     """End a group of copies, and if one is due signal that it has arrived: all but the last `in_flight`."""
     cute.arch.cp_async_commit_group()
     if is_due:
-        _land(ctx, edge, landed, in_flight)
-
-
-@cute.jit
-def _land(ctx: Context, edge: Ring, landed: Cursor, in_flight: cutlass.Constexpr) -> None:
-    """Wait for all groups of copies but the last `in_flight`, and signal that K or V of a block is there."""
-    cute.arch.cp_async_wait_group(in_flight)
-    cute.arch.fence_view_async_shared()
-    ring.fill(edge, landed)
+        cute.arch.cp_async_wait_group(in_flight)
+        cute.arch.fence_view_async_shared()
+        ring.fill(edge, landed)
 
 
 @cute.jit

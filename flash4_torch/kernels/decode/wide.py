@@ -99,12 +99,7 @@ def mainloop(ctx: Context, t: Thread, blocks: Span, splits: cutlass.Constexpr[Sp
             if cutlass.const_expr(splits is not None and splits.begins is not None):
                 ends = splits.begins(n)
                 if cute.arch.vote_any_sync(ends):
-                    if cutlass.const_expr(ctx.plan.form.old_order):
-                        last_pv(ctx, t, P, at.before)
-                        splits.end(t, n - 1)
-                        _block_alone(ctx, t, Q, P, n, at)
-                    else:
-                        _block_of_next_split(ctx, t, Q, P, n, at, splits)
+                    _block_of_next_split(ctx, t, Q, P, n, at, splits)
                 else:
                     # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
                     if cute.arch.vote_any_sync(partial):
@@ -124,7 +119,7 @@ def mainloop(ctx: Context, t: Thread, blocks: Span, splits: cutlass.Constexpr[Sp
 
 @cute.jit
 def _block_alone(ctx: Context, t: Thread, Q: cute.Tensor | None, P: cute.Tensor, n: Int32, at: _Step) -> None:
-    """S and P of block n, with nothing else in flight: a split's first one, unless the split goes on."""
+    """S and P of block n, the first one of all, with nothing else in flight."""
     issue_scores(ctx, t, Q, at.stage)
     wgmma.wait(0)
     factors = block_softmax(ctx, t, n, True)
