@@ -128,6 +128,9 @@ SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
 """Keys of a sequence, and blocks for each SM, from which such tiles are faster, as an H200 measured."""
 SHARED_MANY_BLOCKS = 12
 """Blocks of `KEYS` keys for each SM from which such tiles are faster with `MORE_KEYS`, as it measured."""
+_LEAST_SHARED_GROUPS = 0.9
+"""Groups of splits for each SM from which tiles of `SHARED_ROWS` have them. From 1.9 on they are faster, as
+an H200 measured; fewer are a guess."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
 """Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
@@ -172,17 +175,22 @@ def rows(max_seqlen_q: int, group: int, choice: Sequence[int] = ROWS) -> int:
 def group_bytes(rows: int, Dv: int, cluster: int) -> int:
     """Bytes of shared memory for results of a CTA's splits: one alone merges them as they come, others keep
     them, but for the last one, which takes the place of K and V."""
+    cluster = 1 if rows == SHARED_ROWS else cluster
     return 4 * rows * part_columns(Dv) * (max(GROUP // cluster - 1, 0) if cluster > 1 else 1)
 
 
 def group_clusters(features: Features, form: DecodeForm, rows: int) -> list[int]:
-    """CTAs that a cluster may have which shares groups: so many that K and V have stages next to results."""
+    """CTAs that a cluster may have which shares groups: so many that K and V have stages next to results.
+
+    Load warps of tiles of `SHARED_ROWS` do not wait for a cluster's merge: there each CTA has groups alone,
+    and two merge all groups of a tile together.
+    """
     gpu, width = form.gpu, 1 if form.cache_dtype else 2
     D, Dv = tile_dim(features.D), part_columns(features.Dv)
     other = rows * (2 * D + _OTHER_ROW_BYTES) + _OTHER_BYTES
     return [
         size
-        for size in gpu.clusters
+        for size in gpu.clusters[: 2 if rows == SHARED_ROWS else None]
         if stages(gpu, rows, width * KEYS * (D + Dv), other + group_bytes(rows, Dv, size)) >= gpu.least_stages
     ]
 
@@ -207,13 +215,14 @@ def rows_of(features: Features, form: DecodeForm) -> tuple[int, ...]:
 
 
 def wgmma_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
-    """Rows that a tile may have by warpgroup MMAs: with groups of splits, whose bits must not depend on the
-    number, there is one.
-    """
+    """Rows that a tile may have by warpgroup MMAs. Bits do not depend on the number, if blocks have as many
+    keys."""
     D, Dv = tile_dim(features.D), tile_dim(features.Dv)
     other = SHARED_ROWS * (2 * D + _OTHER_ROW_BYTES) + _OTHER_BYTES
     has_room = (form.gpu.smem_bytes - other) // (2 * KEYS * (D + Dv)) >= form.gpu.least_stages
-    return (WARPGROUP_ROWS, SHARED_ROWS) if has_room and not form.groups else (WARPGROUP_ROWS,)
+    if form.groups:
+        has_room = form.cluster in group_clusters(features, form, SHARED_ROWS)
+    return (WARPGROUP_ROWS, SHARED_ROWS) if has_room else (WARPGROUP_ROWS,)
 
 
 def block_keys(features: Features, form: DecodeForm, rows: int) -> tuple[int, ...]:
@@ -245,7 +254,8 @@ def with_blocks(features: Features, form: DecodeForm, rows: int, has_many: bool 
     keys = MORE_KEYS if pays and MORE_KEYS in block_keys(features, form, rows) else KEYS
     more = (2 if form.few_rows else 1) if keys > KEYS and is_short and is_fp8 else 0
     # Softcap has no registers left with more keys; groups have not been measured.
-    may_keep_q = form.wgmma and not form.groups and not (keys > KEYS and features.softcap)
+    may_keep_q = form.wgmma and not (keys > KEYS and features.softcap)
+    may_keep_q = may_keep_q and (rows == SHARED_ROWS or not form.groups)
     q_in_regs = may_keep_q and features.D > _NARROW_COLUMNS and columns <= _MORE_KEYS_COLUMNS
     return form._replace(keys=keys, ctas=CTAS_PER_SM + more, q_in_regs=q_in_regs)
 
@@ -256,6 +266,13 @@ def shares_kv(max_seqlen_k: int, blocks: int, num_sms: int) -> bool:
     They read K and V from the L2 cache once, and start and merge later. blocks: those of all such tiles.
     """
     return max_seqlen_k >= SHARED_LEAST_KEYS and blocks >= SHARED_LEAST_BLOCKS * num_sms
+
+
+def shares_kv_in_groups(max_seqlen_k: int, tiles: int, num_sms: int) -> bool:
+    """The same where bits must not depend on a batch: CTAs of tiles of `SHARED_ROWS` do not share a group, so
+    that groups have to be as many as SMs, or nearly.
+    """
+    return tiles * -(-max_seqlen_k // (GROUP * SPLIT_KEYS)) >= _LEAST_SHARED_GROUPS * num_sms
 
 
 def has_few_rows(tile_rows: int, rows: int) -> bool:

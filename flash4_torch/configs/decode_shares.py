@@ -13,6 +13,7 @@ from .decode import (
     KEYS,
     LEAST_BLOCKS,
     MMA_ROWS,
+    SHARED_ROWS,
     SPLIT_KEYS,
     DecodeForm,
     Gpu,
@@ -151,7 +152,18 @@ def _fixed_splits(work: Work) -> int:
 
 
 def group_shares(work: Work, sizes: Sequence[int]) -> Shares:
-    """The same of groups, for clusters of one of these sizes."""
+    """The same of groups, for clusters of one of these sizes.
+
+    CTAs of tiles of `SHARED_ROWS` have groups alone, and clusters of two merge them if their number is even.
+    """
+    if work.rows == SHARED_ROWS:
+        alone = _group_shares(work, (1,))
+        is_even = alone.num_splits % 2 == 0 and 2 in sizes
+        return alone._replace(num_splits=alone.num_splits // 2, cluster=2) if is_even else alone
+    return _group_shares(work, sizes)
+
+
+def _group_shares(work: Work, sizes: Sequence[int]) -> Shares:
     splits = _fixed_splits(work)
     groups = -(-splits // GROUP)
     # Results of splits take room from stages.

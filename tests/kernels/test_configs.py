@@ -393,7 +393,7 @@ def test_the_decode_kernel_agrees_that_it_has_stages(
 def test_decode_has_room_for_the_blocks_that_it_chooses(
     D: int, Dv: int, rows: int, gpu: decode.Gpu, cache_dtype: str, groups: bool, wgmma: bool, has_many: bool
 ) -> None:
-    """Blocks do not depend on the batch where bits must not."""
+    """The keys of a block do not depend on the batch where bits must not."""
     features = BARE._replace(D=16 * D, Dv=16 * Dv)
     form = decode.DecodeForm(
         True, 1, True, True, cache_dtype=cache_dtype, groups=groups, wgmma=wgmma, gpu=gpu
@@ -402,7 +402,7 @@ def test_decode_has_room_for_the_blocks_that_it_chooses(
     assert found.keys in {decode.KEYS, *decode.block_keys(features, form, rows)}
     assert wgmma or not found.q_in_regs
     if groups:
-        assert found == form
+        assert found._replace(q_in_regs=False) == form
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(["", decode.FP8, "float8_e5m2"]))

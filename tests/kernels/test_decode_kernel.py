@@ -100,6 +100,13 @@ KERNELS_WGMMA = {
 }
 
 
+IN_GROUPS_BY_WGMMA = [
+    ("sm_90a", name, Kernel(kernel.features, rows, decode.with_blocks(kernel.features, own, rows)))
+    for arch, name, kernel in IN_GROUPS
+    if arch == "sm_90a" and kernel.rows == decode.ROWS[0]
+    for own in [kernel.form._replace(wgmma=True)]
+    for rows in decode.wgmma_rows(kernel.features, own)[::-1]
+]
 WITHOUT_CLUSTERS = {
     "sm_80": decode.AMPERE,
     "sm_86": decode.GA102,
@@ -130,6 +137,7 @@ KERNELS_SM80 = [
         *one_of(61, KERNELS_WGMMA[decode.SHARED_ROWS, decode.MORE_KEYS]),
         *one_of(223, WITH_MORE_KEYS),
         *one_of(197, IN_GROUPS),
+        *one_of(31, IN_GROUPS_BY_WGMMA),
         *one_of(785, KERNELS_SM80),
     ],
 )
@@ -296,24 +304,36 @@ RINGS = [
     for left in (False, True)
     for q_in_regs in (False, True)
 ]
+RINGS_OF_GROUPS = [
+    ring
+    for ring in RINGS[::-1]
+    if ring[2] == decode.KEYS
+    and decode.SHARED_ROWS
+    in decode.wgmma_rows(SMALL._replace(D=ring[0], Dv=ring[0]), FORM._replace(cluster=1, groups=True))
+]
 
 
-@pytest.mark.parametrize(("D", "page_size", "keys", "left", "q_in_regs"), one_of(5, RINGS))
+@pytest.mark.parametrize(
+    ("D", "page_size", "keys", "left", "q_in_regs", "groups"),
+    [*((*ring, False) for ring in one_of(5, RINGS)), *((*ring, True) for ring in one_of(4, RINGS_OF_GROUPS))],
+)
 def test_load_warps_go_round_their_ring(
-    D: int, page_size: int, keys: int, left: bool, q_in_regs: bool
+    D: int, page_size: int, keys: int, left: bool, q_in_regs: bool, groups: bool
 ) -> None:
     """A split has several times as many blocks as there are stages, and both warpgroups have rows."""
     features = SMALL._replace(D=D, Dv=D, left=left)
     form = FORM._replace(
-        cluster=1,
-        parts=False,
+        cluster=2 if groups else 1,
+        parts=groups,
+        groups=groups,
         runs=page_size % decode.RUN == 0,
         wgmma=True,
         keys=keys,
         q_in_regs=q_in_regs,
     )
     kernel = Kernel(features, decode.SHARED_ROWS, form)
-    call = one_sequence(kernel, tokens=40, keys=1500, page_size=page_size, left=1100)
+    more = {"num_splits": 2, "split_keys": 64} if groups else {}
+    call = one_sequence(kernel, tokens=40, keys=1500, page_size=page_size, left=1100, **more)
     found = run("sm_90a", kernel, call, schedule="late")
     check_results(features, call, found)
     for seed in range(3):
@@ -497,12 +517,17 @@ def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
 
 
 @pytest.mark.parametrize(
-    ("wgmma", "cluster"), [(True, 2), *one_of(3, [(False, 2), (True, 8), (False, 1), (True, 1)])]
+    ("rows", "cluster"),
+    [
+        (64, 2),
+        (decode.SHARED_ROWS, 2),
+        *one_of(3, [(16, 2), (64, 8), (16, 1), (64, 1), (decode.SHARED_ROWS, 1)]),
+    ],
 )
-def test_too_few_groups_cost_no_keys(wgmma: bool, cluster: int) -> None:
+def test_too_few_groups_cost_no_keys(rows: int, cluster: int) -> None:
     """The last group takes all that is left, where a bound on the length was too low."""
-    form = FORM._replace(groups=True, cluster=cluster, wgmma=wgmma)
-    kernel = Kernel(SMALL, BY_WGMMA.rows if wgmma else 16, form)
+    form = FORM._replace(groups=True, cluster=cluster, wgmma=rows > 16)
+    kernel = Kernel(SMALL, rows, form)
     call = one_sequence(kernel, tokens=1, keys=1300, num_splits=1, split_keys=64)
     # Later keys have larger scores, so that maxima rise.
     k = tuple(x * torch.linspace(0.1, 8.0, len(x))[:, None, None].to(x.dtype) for x in call.k)
@@ -522,8 +547,11 @@ def test_a_row_has_the_same_bits_by_wgmma(data: st.DataObject) -> None:
     tokens = data.draw(last_tokens(kernel.features))
     count, each = len(tokens.q), range(len(tokens.q) + 1)
     whole = tokens.results(data.draw, "sm_90a", kernel, [0, count])
-    for cluster, ends in ((1, each), (2, [0, count // 2, count]), (4, each)):
-        other = kernel._replace(form=kernel.form._replace(cluster=cluster))
+    shared, halves = decode.SHARED_ROWS, [0, count // 2, count]
+    cases = (64, 1, each), (64, 2, halves), (64, 4, each), (shared, 1, halves), (shared, 2, halves)
+    for rows, cluster, ends in cases:
+        q_in_regs = rows == shared and data.draw(st.booleans())
+        other = Kernel(kernel.features, rows, kernel.form._replace(cluster=cluster, q_in_regs=q_in_regs))
         found = tokens.results(data.draw, "sm_90a", other, ends, [100])
         assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)
 

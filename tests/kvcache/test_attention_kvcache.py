@@ -400,11 +400,14 @@ def test_wgmma_multiplies_many_rows_whose_bits_may_differ(
             and (group > 32 and D < 256 if batch_invariant else Sq * group > 32)
         )
         assert kernel.form.wgmma == may
-        # Two warpgroups that share K and V keep no law of bits, D 256 leaves them no room, and few blocks
-        # are not worth it.
-        shares = Sq * group > decode.WARPGROUP_ROWS and not batch_invariant and D < 256 and keys > 512
+        # D 256 leaves no room for two warpgroups that share K and V, nor D 192 next to results of splits, and
+        # few blocks are not worth it; where bits must not depend on a batch, each SM needs a group of splits.
+        shares = Sq * group > decode.WARPGROUP_ROWS and D < (192 if batch_invariant else 256)
         tiles = B * 2 * -(-Sq * group // decode.SHARED_ROWS)
-        shares = shares and tiles * keys // decode.KEYS >= 3 * 132
+        if batch_invariant:
+            shares = shares and tiles * -(-keys // 2048) >= 0.9 * 132
+        else:
+            shares = shares and keys > 512 and tiles * keys // decode.KEYS >= 3 * 132
         rows = decode.SHARED_ROWS if shares else decode.WARPGROUP_ROWS
         assert kernel.rows == rows if may else kernel.rows in decode.ROWS
         assert kernel.form.few_rows == (Sq * group <= decode.FEW_ROWS)

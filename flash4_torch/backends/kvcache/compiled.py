@@ -471,8 +471,13 @@ def _wgmma_rows(problem: CacheProblem, features: Features, form: DecodeForm, num
     extent, spec = problem.extent, problem.spec
     choice = decode.wgmma_rows(features, form._replace(groups=spec.batch_invariant))
     rows = decode.rows(extent.max_seqlen_q, spec.group, choice)
-    blocks = _tiles(problem, rows) * math.ceil(extent.max_seqlen_k / decode.KEYS)
-    return rows if decode.shares_kv(extent.max_seqlen_k, blocks, num_sms) else choice[0]
+    tiles = _tiles(problem, rows)
+    if spec.batch_invariant:
+        shares = decode.shares_kv_in_groups(extent.max_seqlen_k, tiles, num_sms)
+    else:
+        blocks = tiles * math.ceil(extent.max_seqlen_k / decode.KEYS)
+        shares = decode.shares_kv(extent.max_seqlen_k, blocks, num_sms)
+    return rows if shares else choice[0]
 
 
 def _tiles(problem: CacheProblem, rows: int) -> int:

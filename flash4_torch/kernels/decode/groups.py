@@ -7,25 +7,28 @@ results of its own, and the cluster merges all of them in their order: with the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ..common.band import Span
 from ..common.warp_mma import rows_of
 from ..common.warps import WARP
-from . import mainloop as narrow
-from . import merge, splits, wide
+from . import merge, splits
 from .context import Context
 from .epilogue import normalise, ordered_row, share
-from .mainloop import AfterBlock, Thread, begin_split
+from .mainloop import Splits, Thread, begin_split
 from .plan import VECTOR
 
 _AT_ONCE = 2
 """Vectors that a thread loads at a time."""
+
+Mainloop = Callable[[Context, Thread, Span, Splits], None]
+"""The loop over blocks of one of the kernels."""
 
 
 class Sums(NamedTuple):
@@ -39,40 +42,70 @@ class Sums(NamedTuple):
 
 
 @cute.jit
-def run(ctx: Context, t: Thread) -> None:
-    """Go through the cluster's groups; the last cluster of a tile merges the tile's."""
-    tile, clusters = ctx.tile, cute.arch.grid_dim()[0] // ctx.plan.form.cluster
-    each = cute.ceil_div(tile.num_splits, clusters)
-    first = tile.splits.first + tile.split * each
-    own = Span(first, cutlass.min(first + each, tile.splits.last))
-    if cutlass.const_expr(ctx.plan.form.cluster == 1):
-        _run_alone(ctx, t, own)
+def run(ctx: Context, t: Thread, mainloop: cutlass.Constexpr[Mainloop]) -> None:
+    """Go through the cluster's groups; the last cluster of a tile merges the tile's, unless `merge_together`
+    has to follow.
+    """
+    tile, own = ctx.tile, _own_groups(ctx)
+    if cutlass.const_expr(ctx.plan.group_ctas == 1):
+        _run_alone(ctx, t, mainloop)
     else:
-        _run_together(ctx, t, own)
-    if cutlass.const_expr(ctx.plan.form.parts):
+        _run_together(ctx, t, own, mainloop)
+    if cutlass.const_expr(ctx.plan.form.parts and not ctx.plan.merges_together):
         if tile.num_splits > 1:
             rank = merge.rank_of(ctx)
-            if merge.is_last(ctx, rank, cute.ceil_div(tile.num_splits, each)):
+            if merge.is_last(ctx, rank, cute.ceil_div(tile.num_splits, _groups_of_each(ctx))):
                 merge.merge_parts(ctx, t.rows, tile.splits, rank)
 
 
 @cute.jit
-def _run_alone(ctx: Context, t: Thread, groups: Span) -> None:
-    """Go through groups one after another as through one split, without a stop between them."""
-    sums = Sums(*(cute.make_rmem_tensor(2, Float32) for _ in range(2)))
-    number = merge.parts_of(ctx)
+def merge_together(ctx: Context, rows: tuple[Int32, Int32]) -> None:
+    """Merge the tile's groups by the last cluster, whose CTAs divide the vectors of O among them."""
+    tile, rank = ctx.tile, merge.rank_of(ctx)
+    # Results of the cluster's CTAs are stored before each of them counts.
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+    clusters = cute.ceil_div(tile.num_splits, _groups_of_each(ctx) * ctx.plan.form.cluster)
+    if merge.is_last(ctx, rank, clusters):
+        merge.merge_parts(ctx, rows, tile.splits, rank)
+
+
+def _groups_of_each(ctx: Context) -> Int32:
+    """Groups that a cluster has, or a CTA alone; the tile's last one may have fewer."""
+    return cute.ceil_div(ctx.tile.num_splits, cute.arch.grid_dim()[0] // ctx.plan.group_ctas)
+
+
+@cute.jit
+def _own_groups(ctx: Context) -> Span:
+    """The groups of the cluster, or of a CTA alone."""
+    tile, each = ctx.tile, _groups_of_each(ctx)
+    first = tile.splits.first + tile.split * each
+    return Span(first, cutlass.min(first + each, tile.splits.last))
+
+
+@cute.jit
+def blocks_of_all(ctx: Context) -> Span:
+    """The blocks of a CTA that has its groups alone."""
+    groups, number = _own_groups(ctx), merge.parts_of(ctx)
     shares = [
         splits.splits_of_group(ctx.tile.blocks, n, ctx.divisors, number)
         for n in (groups.first, groups.last - 1)
     ]
-    blocks = splits.blocks_of(ctx.tile.blocks, Span(shares[0].first, shares[1].last), ctx.divisors)
-    _begin(ctx, sums)
-    begin_split(t)
-    _mainloop(ctx, t, blocks, partial(_add_after, ctx, t, sums, number, blocks.last))
+    return splits.blocks_of(ctx.tile.blocks, Span(shares[0].first, shares[1].last), ctx.divisors)
 
 
 @cute.jit
-def _run_together(ctx: Context, t: Thread, groups: Span) -> None:
+def _run_alone(ctx: Context, t: Thread, mainloop: cutlass.Constexpr[Mainloop]) -> None:
+    """Go through groups one after another as through one split, without a stop between them."""
+    sums = Sums(*(cute.make_rmem_tensor(2, Float32) for _ in range(2)))
+    number, blocks = merge.parts_of(ctx), blocks_of_all(ctx)
+    _begin(ctx, sums)
+    begin_split(t)
+    mainloop(ctx, t, blocks, Splits(partial(_begins, ctx), partial(_add, ctx, sums, number, blocks.last)))
+
+
+@cute.jit
+def _run_together(ctx: Context, t: Thread, groups: Span, mainloop: cutlass.Constexpr[Mainloop]) -> None:
     """Go through groups together with the CTAs of the cluster, which merge each of them."""
     rank, number = merge.rank_of(ctx), merge.parts_of(ctx)
     for group in cutlass.range(groups.first, groups.last, unroll=1):
@@ -84,17 +117,14 @@ def _run_together(ctx: Context, t: Thread, groups: Span) -> None:
         shares = splits.shares_of_group(ctx.tile.blocks, group, ctx.divisors, number, ctx.plan.form.cluster)
         own = shares.of(rank)
         blocks = splits.blocks_of(ctx.tile.blocks, own, ctx.divisors)
-        _mainloop(ctx, t, blocks, partial(_keep_after, ctx, t, own, blocks.last))
+        begins = partial(_begins_kept, ctx, own) if ctx.plan.kept > 1 else None
+        mainloop(ctx, t, blocks, Splits(begins, partial(_keep, ctx, own)))
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         merge.merge_cluster(ctx, t.rows, shares, group, ctx.tile.num_splits > 1, rank)
         # Others may still read this CTA's results.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-
-
-def _mainloop(ctx: Context, t: Thread, blocks: Span, after_block: AfterBlock) -> None:
-    (wide if ctx.plan.form.wgmma else narrow).mainloop(ctx, t, blocks, after_block)
 
 
 @cute.jit
@@ -107,46 +137,54 @@ def _begin(ctx: Context, sums: Sums) -> None:
         cute.autovec_copy(nothing, _place(ctx, number))
 
 
-@cute.jit
-def _keep_after(ctx: Context, t: Thread, own: Span, last: Int32, n: Int32) -> None:
-    """Keep the results of a split that ends after block n, and begin another one.
+def _begins(ctx: Context, n: Int32) -> Boolean:
+    """Whether a split begins with block n."""
+    return n % ctx.divisors.split_blocks == 0
 
-    Of more splits than there is room for, which are no law's, all but the first few are one.
+
+def _begins_kept(ctx: Context, own: Span, n: Int32) -> Boolean:
+    """Whether a split begins with block n that is kept by itself: of more than there is room for, which are
+    no law's, all but the first few are one.
     """
-    blocks, kept = ctx.divisors.split_blocks, ctx.plan.kept
-    slot = cutlass.min(n // blocks - own.first, kept - 1)
-    if ((n + 1) % blocks == 0) & (slot < kept - 1) | (n + 1 == last):
-        lse, values = normalise(ctx, t), rows_of(t.O)
-        if slot == kept - 1:
-            # Every warp has read the last block, whose place O takes.
-            cute.arch.sync_threads()
-        for r in cutlass.range_constexpr(2):
-            share(ctx, values[r, None], lse[r], r, slot)
-        begin_split(t)
+    return _begins(ctx, n) & (n // ctx.divisors.split_blocks - own.first < ctx.plan.kept)
 
 
 @cute.jit
-def _add_after(ctx: Context, t: Thread, sums: Sums, number: Int32, last: Int32, n: Int32) -> None:
+def _keep(ctx: Context, own: Span, t: Thread, n: Int32) -> None:
+    """Keep the results of a split that ends after block n, and begin another one."""
+    kept = ctx.plan.kept
+    slot = cutlass.min(n // ctx.divisors.split_blocks - own.first, kept - 1)
+    lse, values = normalise(ctx, t), rows_of(t.O)
+    if slot == kept - 1:
+        # Every warp has read the last block, whose place O takes.
+        cute.arch.sync_threads()
+    for r in cutlass.range_constexpr(2):
+        share(ctx, values[r, None], lse[r], r, slot)
+    begin_split(t)
+
+
+@cute.jit
+def _add(ctx: Context, sums: Sums, number: Int32, last: Int32, t: Thread, n: Int32) -> None:
     """Merge a split that ends after block n with those of its group before it, and begin another one."""
-    if ((n + 1) % ctx.divisors.split_blocks == 0) | (n + 1 == last):
-        lse, values = normalise(ctx, t), rows_of(t.O)
-        for r in cutlass.range_constexpr(2):
-            ordered, row_max, total = ordered_row(values[r, None], ctx.plan), sums.row_max[r], sums.total[r]
-            for m in cutlass.range_constexpr(ctx.plan.vectors // 2):
-                part, sum_ = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
-                for c in cutlass.range_constexpr(VECTOR):
-                    part[c] = ordered[VECTOR * m + c]
-                cute.autovec_copy(_place(ctx, 2 * m + r), sum_)
-                sums.row_max[r], sums.total[r] = merge.add(row_max, total, sum_, lse[r], part)
-                cute.autovec_copy(sum_, _place(ctx, 2 * m + r))
-                if cutlass.const_expr(m % _AT_ONCE == _AT_ONCE - 1):
-                    # Else ptxas loads all of them first, and has no registers left.
-                    cute.arch.sync_warp()
-        begin_split(t)
-        group = splits.group_of(n, ctx.divisors, number)
-        if (splits.group_of(n + 1, ctx.divisors, number) != group) | (n + 1 == last):
-            _store(ctx, t, sums, group)
-            _begin(ctx, sums)
+    lse, values = normalise(ctx, t), rows_of(t.O)
+    for r in cutlass.range_constexpr(2):
+        ordered = ordered_row(values[r, None], ctx.plan)
+        sums.row_max[r], sums.total[r], weights = merge.weights_of(sums.row_max[r], sums.total[r], lse[r])
+        for m in cutlass.range_constexpr(ctx.plan.vectors // 2):
+            part, sum_ = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
+            for c in cutlass.range_constexpr(VECTOR):
+                part[c] = ordered[VECTOR * m + c]
+            cute.autovec_copy(_place(ctx, 2 * m + r), sum_)
+            merge.add_values(sum_, part, weights)
+            cute.autovec_copy(sum_, _place(ctx, 2 * m + r))
+            if cutlass.const_expr(m % _AT_ONCE == _AT_ONCE - 1):
+                # Else ptxas loads all of them first, and has no registers left.
+                cute.arch.sync_warp()
+    begin_split(t)
+    group = splits.group_of(n, ctx.divisors, number)
+    if (splits.group_of(n + 1, ctx.divisors, number) != group) | (n + 1 == last):
+        _store(ctx, t, sums, group)
+        _begin(ctx, sums)
 
 
 @cute.jit
@@ -161,7 +199,9 @@ def _store(ctx: Context, t: Thread, sums: Sums, group: Int32) -> None:
             cute.autovec_copy(_place(ctx, number), own)
             row_max, total = (cutlass.select_(is_second, x[1], x[0]) for x in sums)
             lse = merge.finish(row_max, total, own)
-            merge.store_result(ctx, lse, own, row, number, group, tile.num_splits > 1, Int32(0))
+            # The rank that merges the vector, if several do.
+            rank = number % ctx.plan.form.cluster
+            merge.store_result(ctx, lse, own, row, number, group, tile.num_splits > 1, rank)
 
 
 def _place(ctx: Context, number: Int32) -> cute.Tensor:

@@ -51,7 +51,7 @@ def decode_kernel(
             sP = smem_layouts.allocate(memory, plan.mma_dtype, layouts[3])[None, None, 0]
             sMax = memory.allocate_tensor(Float32, cute.make_layout((plan.rows, plan.key_warps)), 16)
             sSum = memory.allocate_tensor(Float32, cute.make_layout((4, plan.rows, PARTS)), 16)
-        if cutlass.const_expr(plan.form.cluster > 1):
+        if cutlass.const_expr(plan.kept > 0):
             # K and V have been read when O is stored in their place.
             place = cute.make_ptr(Float32, sK.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
             sO = cute.make_tensor(place, cute.make_layout((VECTOR, plan.threads, plan.vectors)))
@@ -99,7 +99,7 @@ def _run(ctx: Context) -> None:
     t = (wide if plan.form.wgmma else narrow).make_thread(ctx)
     if tile.has_work:
         if cutlass.const_expr(plan.form.groups):
-            groups.run(ctx, t)
+            groups.run(ctx, t, (wide if plan.form.wgmma else narrow).mainloop)
         else:
             begin_split(t)
             (wide if plan.form.wgmma else narrow).mainloop(ctx, t, tile.blocks)
@@ -135,8 +135,8 @@ def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutl
     if cutlass.const_expr(plan.form.groups):
         number = tensors.partial_lse.shape[0] if cutlass.const_expr(plan.form.parts) else Int32(1)
         shares, blocks = splits.groups(visible, divisors, number), visible
-        split = split // plan.form.cluster
-        each = cute.ceil_div(shares.last - shares.first, cute.arch.grid_dim()[0] // plan.form.cluster)
+        split = split // plan.group_ctas
+        each = cute.ceil_div(shares.last - shares.first, cute.arch.grid_dim()[0] // plan.group_ctas)
         has_work = has_rows & (shares.first + split * each < shares.last)
     else:
         # Where one split has all blocks, this hides from ptxas how they follow from the rows (ptxas.md, P16).
@@ -147,6 +147,9 @@ def _tile(tensors: Tensors, params: DecodeParams, divisors: Divisors, plan: cutl
         first = split // cluster * cluster
         shared = (shares.first < first + cluster) & (first < shares.last)
         merges = has_rows & shared & (shares.last - shares.first > 1)
+    if cutlass.const_expr(plan.merges_together and plan.form.parts):
+        first = shares.first + split // cluster * cluster * each
+        merges = has_rows & (first < shares.last) & (shares.last - shares.first > 1)
     return Tile(
         batch,
         kv_head,

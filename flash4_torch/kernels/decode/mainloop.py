@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from ...configs.decode import MMA_ROWS
@@ -24,7 +25,19 @@ from .context import Context
 from .load import load_k, load_q, load_v, locate, look_up_first, look_up_next
 from .plan import DecodePlan
 
-AfterBlock = Callable[[Int32], None]
+
+@dataclass(frozen=True)
+class Splits:
+    """Splits of a fixed length, for a loop over the blocks of several."""
+
+    begins: Callable[[Int32], Boolean] | None
+    """Whether one begins with a block, if the block is not the first one; None if all blocks are of one."""
+    end: Callable[[Thread, Int32], None]
+    """What ends one: given its registers, with its O complete, and its last block."""
+
+    def end_after(self, n: Int32, last: Int32) -> Boolean:
+        """Whether one ends after block n, of those before block `last`."""
+        return n + 1 == last if self.begins is None else self.begins(n + 1) | (n + 1 == last)
 
 
 class Thread(NamedTuple):
@@ -63,24 +76,34 @@ def begin_split(t: Thread) -> None:
     t.O.fill(0.0)
 
 
+def split_off(t: Thread) -> Thread:
+    """The registers of the split that ends, O among them, while t's softmax begins another one."""
+    ended = []
+    for part in t.parts:
+        rows = softmax.make_rows(2)
+        for own, other in zip(rows, part, strict=True):
+            own.store(other.load())
+        softmax.reset(part)
+        ended.append(rows)
+    return t._replace(parts=tuple(ended))
+
+
 @cute.jit
-def mainloop(
-    ctx: Context, t: Thread, blocks: Span, after_block: cutlass.Constexpr[AfterBlock | None] = None
-) -> None:
-    """Go through blocks, load `stages` - 1 of them ahead, and call `after_block` with the number of each.
+def mainloop(ctx: Context, t: Thread, blocks: Span, splits: cutlass.Constexpr[Splits | None] = None) -> None:
+    """Go through blocks, load `stages` - 1 of them ahead, and end splits of a fixed length where they end.
 
     In tiles of 16 rows the MMAs of K's next block run while the softmax goes through a block's scores: a
     stage of K is free one block sooner than one of V, and is filled with a block one further.
     """
     if cutlass.const_expr(ctx.plan.stages == 1):
-        _mainloop_of_one_stage(ctx, t, blocks, after_block)
+        _mainloop_of_one_stage(ctx, t, blocks, splits)
     else:
-        _mainloop_of_stages(ctx, t, blocks, after_block)
+        _mainloop_of_stages(ctx, t, blocks, splits)
 
 
 @cute.jit
 def _mainloop_of_one_stage(
-    ctx: Context, t: Thread, blocks: Span, after_block: cutlass.Constexpr[AfterBlock | None]
+    ctx: Context, t: Thread, blocks: Span, splits: cutlass.Constexpr[Splits | None]
 ) -> None:
     """The mainloop where K and V have one stage each: V of a block comes under its scores, K of the next one
     under softmax and PV.
@@ -112,13 +135,14 @@ def _mainloop_of_one_stage(
         load_k(ctx, n + 1, last, place, Int32(0))
         cute.arch.cp_async_commit_group()
         _attend(ctx, t, n, Int32(0))
-        if cutlass.const_expr(after_block is not None):
-            after_block(n)
+        if cutlass.const_expr(splits is not None):
+            if splits.end_after(n, last):
+                splits.end(t, n)
 
 
 @cute.jit
 def _mainloop_of_stages(
-    ctx: Context, t: Thread, blocks: Span, after_block: cutlass.Constexpr[AfterBlock | None]
+    ctx: Context, t: Thread, blocks: Span, splits: cutlass.Constexpr[Splits | None]
 ) -> None:
     stages, ahead, last = ctx.plan.stages, ctx.plan.ahead, blocks.last
     # These look-ups are under way, and Q, before one of them is waited for.
@@ -162,8 +186,9 @@ def _mainloop_of_stages(
         pages = look_up_next(ctx, pages, blocks.first, n + (stages + ahead))
         place_v, place = place, locate(ctx, pages, blocks.first, n + (stages + ahead))
         _attend(ctx, t, n, stage)
-        if cutlass.const_expr(after_block is not None):
-            after_block(n)
+        if cutlass.const_expr(splits is not None):
+            if splits.end_after(n, last):
+                splits.end(t, n)
         freed, stage = stage, next_stage
 
 

@@ -19,8 +19,6 @@ from .epilogue import part_place, store_part, store_vector, with_sink
 from .plan import VECTOR
 from .splits import Shares
 
-_AT_ONCE = 2
-"""Vectors that a thread merges at once of what CTAs of a cluster have."""
 _VECTORS, _LOADS, _DEPTH = 4, 16, 8
 """Vectors whose parts a thread merges at a time, loads that it has under way, and parts of a vector that it
 loads at a time."""
@@ -76,10 +74,11 @@ def merge_cluster(
     The CTAs divide the vectors of O among them, each thread those of its own place.
     """
     cluster = ctx.plan.form.cluster
-    # Few at once, since ptxas would load the parts of all of them first, and has no registers for that.
-    for i in cutlass.range(0, ctx.plan.vectors, cluster, unroll=_AT_ONCE):
-        number, row = rank + i, rows[0] + (rank + i) % 2 * 8
-        if (number < ctx.plan.vectors) & (row < ctx.tile.num_rows):
+    # The CTAs of a cluster are an even number, so that all vectors of a rank are of one row.
+    row = rows[0] + rank % 2 * 8
+    if row < ctx.tile.num_rows:
+        # A loop, since ptxas would keep the addresses of all vectors while blocks are gone through.
+        for number in cutlass.range(rank, ctx.plan.vectors, cluster, unroll=1):
             lse, values = _merge_vector(ctx, number, shares)
             store_result(ctx, lse, values, row, number, part, several, rank)
 
@@ -112,20 +111,20 @@ def _merge_vector(ctx: Context, number: Int32, shares: Shares) -> tuple[Float32,
     row = ctx.row_warp * MMA_ROWS + number % 2 * 8 + ctx.lane // 4
     parts = []
     # All of these loads are under way before one of them is waited for.
-    for rank in cutlass.range_constexpr(plan.form.cluster):
-        own = shares.of(rank)
+    for peer in cutlass.range_constexpr(plan.form.cluster):
+        own = shares.of(peer)
         for slot in cutlass.range_constexpr(max(plan.kept, 1)):
-            part, part_lse = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(1, Float32)
-            part.fill(0.0)
+            part_lse, part = cute.make_rmem_tensor(1, Float32), _zeros()
             part_lse.fill(-Float32.inf)
             if own.first + slot < own.last:
                 kept = ctx.kept(thread, slot)[None, number].iterator
-                cute.autovec_copy(_remote(kept, rank, VECTOR), part)
-                cute.autovec_copy(_remote(ctx.sLse.iterator + slot * plan.rows + row, rank, 1), part_lse)
+                cute.autovec_copy(_remote(ctx.sLse.iterator + slot * plan.rows + row, peer, 1), part_lse)
+                cute.autovec_copy(_remote(kept, peer, VECTOR), part)
             parts.append((part_lse, part))
-    row_max, total, values = _nothing()
+    row_max, total, values = -Float32.inf, Float32(0.0), _zeros()
     for part_lse, part in parts:
-        row_max, total = add(row_max, total, values, part_lse[0], part)
+        row_max, total, weights = weights_of(row_max, total, part_lse[0])
+        add_values(values, part, weights)
     return finish(row_max, total, values), values
 
 
@@ -154,9 +153,7 @@ def _merge_vectors(
     """Merge and store some vectors of one row, whose numbers are `rank` more than those in `first`."""
     tile, count = ctx.tile, len(first)
     row_max, total = -Float32.inf, Float32(0.0)
-    sums = [cute.make_rmem_tensor(VECTOR, Float32) for _ in first]
-    for sum_ in sums:
-        sum_.fill(0.0)
+    sums = [_zeros() for _ in first]
     # Of rows after the last one, and vectors after the last one, the last one's are loaded.
     numbers = [cutlass.min(rank + i, ctx.plan.vectors - 1) for i in first]
     # All are of one row. With one place for all, a tile of 64 rows at D 256 spills.
@@ -164,11 +161,11 @@ def _merge_vectors(
     places = [ctx.place_of(cutlass.min(row, tile.num_rows - 1)) for row in own_rows]
     for part in cutlass.range(parts.first, parts.last, unroll=min(_DEPTH, _LOADS // count)):
         token, head = places[0]
-        row_max, total, weights = _weights(row_max, total, ctx.tensors.partial_lse[part, rank, head, token])
+        row_max, total, weights = weights_of(row_max, total, ctx.tensors.partial_lse[part, rank, head, token])
         for i in cutlass.range_constexpr(count):
             own = cute.make_rmem_tensor(VECTOR, Float32)
             cute.autovec_copy(part_place(ctx, part, *places[i], numbers[i]), own)
-            _add_values(sums[i], own, weights)
+            add_values(sums[i], own, weights)
     for i in cutlass.range_constexpr(count):
         if (rank + first[i] < ctx.plan.vectors) & (own_rows[i] < tile.num_rows):
             store(ctx, finish(row_max, total, sums[i]), sums[i], own_rows[i], numbers[i])
@@ -187,27 +184,13 @@ def store(ctx: Context, lse: Float32, values: cute.Tensor, row: Int32, number: I
         target[head, token] = lse
 
 
-def _nothing() -> tuple[Float32, Float32, cute.Tensor]:
-    """The maximum, the sum of weights, and the values of no parts."""
+def _zeros() -> cute.Tensor:
     values = cute.make_rmem_tensor(VECTOR, Float32)
     values.fill(0.0)
-    return -Float32.inf, Float32(0.0), values
+    return values
 
 
-@cute.jit
-def add(
-    row_max: Float32, total: Float32, values: cute.Tensor, lse: Float32, part: cute.Tensor
-) -> tuple[Float32, Float32]:
-    """Add a part to `values`; one in which the row sees nothing changes no bit.
-
-    What is fused is said, so that all kernels that merge give the same bits.
-    """
-    highest, total, weights = _weights(row_max, total, lse)
-    _add_values(values, part, weights)
-    return highest, total
-
-
-class _Weights(NamedTuple):
+class Weights(NamedTuple):
     """How a part joins those before it, the same for all of a row's values."""
 
     factor: Float32
@@ -216,17 +199,22 @@ class _Weights(NamedTuple):
 
 
 @cute.jit
-def _weights(row_max: Float32, total: Float32, lse: Float32) -> tuple[Float32, Float32, _Weights]:
-    """The maximum and the sum of weights with one more part, and how its values are added."""
+def weights_of(row_max: Float32, total: Float32, lse: Float32) -> tuple[Float32, Float32, Weights]:
+    """The maximum and the sum of weights with one more part, and how its values are added.
+
+    A part in which the row sees nothing changes no bit. What is fused is said, so that all kernels that merge
+    give the same bits.
+    """
     highest = softmax.larger(row_max, lse)
     reference = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
     factor = cute.math.exp2((row_max - reference) * LOG2E, fastmath=True)
     weight = cute.math.exp2((lse - reference) * LOG2E, fastmath=True)
-    return highest, _fma(total, factor, weight), _Weights(factor, weight)
+    return highest, _fma(total, factor, weight), Weights(factor, weight)
 
 
 @cute.jit
-def _add_values(values: cute.Tensor, part: cute.Tensor, weights: _Weights) -> None:
+def add_values(values: cute.Tensor, part: cute.Tensor, weights: Weights) -> None:
+    """Add a part's values to those before it."""
     for c in cutlass.range_constexpr(cute.size(values)):
         values[c] = _fma(weights.weight, part[c], values[c] * weights.factor)
 

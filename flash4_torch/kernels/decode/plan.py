@@ -217,16 +217,26 @@ class DecodePlan(NamedTuple):
     @property
     def kept(self) -> int:
         """Splits whose results a CTA keeps for its cluster; one without others keeps none."""
-        if self.form.cluster == 1:
-            return 0
-        return max(GROUP // self.form.cluster, 1) if self.form.groups else 1
+        if self.form.groups:
+            return max(GROUP // self.group_ctas, 1) if self.group_ctas > 1 else 0
+        return 1 if self.form.cluster > 1 else 0
+
+    @property
+    def group_ctas(self) -> int:
+        """CTAs that share a group; where warps have roles each has groups alone."""
+        return 1 if self.has_load_warps else self.form.cluster
+
+    @property
+    def merges_together(self) -> bool:
+        """Whether CTAs that have groups alone merge all groups of a tile together."""
+        return self.form.groups and self.form.cluster > self.group_ctas
 
     @property
     def group_vectors(self) -> int:
         """Vectors of each thread for results of splits, besides those in the place of K and V."""
         if not self.form.groups:
             return 0
-        return self.vectors * (self.kept - 1 if self.form.cluster > 1 else 1)
+        return self.vectors * (self.kept - 1 if self.group_ctas > 1 else 1)
 
     @property
     def stage_bytes(self) -> int:

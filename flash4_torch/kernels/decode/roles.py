@@ -5,7 +5,7 @@
 
 Both warpgroups read the same K and V, so that the tile reads them once from the L2 cache where two tiles of
 64 rows would read them twice, and neither waits for the other. As in wide.py, S of a block is in flight
-together with PV of the block before it.
+together with PV of the block before it. With groups of splits each CTA has some alone.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from ..common.rounding import round_to
 from ..common.warp_mma import rows_of
 from ..common.warps import GROUP
 from ..sm90 import wgmma
+from . import groups
 from .context import Context, NamedBarrier
 from .epilogue import epilogue
 from .load import load_k, load_q, load_v, locate, look_up_first, look_up_next
-from .mainloop import Thread, begin_split
+from .mainloop import Splits, Thread, begin_split, split_off
 from .merge import merge
 from .wide import block_softmax, issue_scores, last_pv, make_thread, operand_of_q
 
@@ -46,17 +47,26 @@ def run(ctx: Context) -> None:
     if ctx.warp >= plan.compute_warps:
         cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
         if tile.has_work:
-            _load(replace(ctx, warp=ctx.warp - plan.compute_warps), tile.blocks)
+            blocks = tile.blocks
+            if cutlass.const_expr(plan.form.groups):
+                blocks = groups.blocks_of_all(ctx)
+            _load(replace(ctx, warp=ctx.warp - plan.compute_warps), blocks)
     else:
         cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
         t = make_thread(ctx)
         if tile.has_work:
-            begin_split(t)
-            _mainloop(ctx, t, tile.blocks)
-            epilogue(ctx, t)
+            if cutlass.const_expr(plan.form.groups):
+                groups.run(ctx, t, _mainloop)
+            else:
+                begin_split(t)
+                _mainloop(ctx, t, tile.blocks)
+                epilogue(ctx, t)
         if cutlass.const_expr(plan.shares_keys):
             if tile.merges:
                 merge(ctx, t.rows)
+        if cutlass.const_expr(plan.merges_together and plan.form.parts):
+            if tile.merges:
+                groups.merge_together(ctx, t.rows)
 
 
 @role(produces=("load_k", "load_v"))
@@ -117,7 +127,7 @@ def _fill(ctx: Context, at: Cursor) -> None:
 
 @role(consumes=("load_k", "load_v"))
 @cute.jit
-def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
+def _mainloop(ctx: Context, t: Thread, blocks: Span, splits: cutlass.Constexpr[Splits | None] = None) -> None:
     """Go through the split's blocks as the load warps bring them."""
     warpgroup = ctx.warp // WARPS
     ctx = replace(ctx, sQ=ctx.sQ[None, None, warpgroup])
@@ -142,13 +152,24 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span) -> None:
             ring.wait_full(ctx.load_v, before)
             ring.wait_full(ctx.load_k, at)
             partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
-            # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
-            if cute.arch.vote_any_sync(partial):
-                _block(ctx, t, Q, P, n, at, before, True)
+            # The branches enclose whole blocks, by votes, for wgmmas in flight (ptxas.md, P1 and P7).
+            if cutlass.const_expr(splits is not None and splits.begins is not None):
+                ends = splits.begins(n)
+                if cute.arch.vote_any_sync(ends):
+                    _block_of_next_split(ctx, t, Q, P, n, at, before, splits)
+                elif cute.arch.vote_any_sync(partial):
+                    _block(ctx, t, Q, P, n, at, before, True)
+                else:
+                    _block(ctx, t, Q, P, n, at, before, False)
             else:
-                _block(ctx, t, Q, P, n, at, before, False)
+                if cute.arch.vote_any_sync(partial):
+                    _block(ctx, t, Q, P, n, at, before, True)
+                else:
+                    _block(ctx, t, Q, P, n, at, before, False)
         ring.wait_full(ctx.load_v, at)
         last_pv(ctx, t, P, at.stage)
+        if cutlass.const_expr(splits is not None):
+            splits.end(t, blocks.last - 1)
 
 
 @cute.jit
@@ -172,3 +193,27 @@ def _block(
     ring.release(ctx.load_v, before)
     softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
     round_to(t.S, P)
+
+
+@cute.jit
+def _block_of_next_split(
+    ctx: Context,
+    t: Thread,
+    Q: cute.Tensor | None,
+    P: cute.Tensor,
+    n: Int32,
+    at: Cursor,
+    before: Cursor,
+    splits: cutlass.Constexpr[Splits],
+) -> None:
+    """S and P of block n, with which a split begins, and PV of the one before it, with which another ends."""
+    issue_scores(ctx, t, Q, at.stage)
+    wgmma.accumulate(t.O, P, ctx.sV[None, None, before.stage], True)
+    wgmma.wait(1)
+    ring.release(ctx.load_k, at)
+    ended = split_off(t)
+    block_softmax(ctx, t, n, True)
+    wgmma.wait_after(t.parts[0].row_sum)
+    ring.release(ctx.load_v, before)
+    round_to(t.S, P)
+    splits.end(ended, n - 1)

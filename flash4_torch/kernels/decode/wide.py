@@ -29,7 +29,7 @@ from ..common.warps import WARP
 from ..sm90 import wgmma
 from .context import Context
 from .load import Places, load_k, load_q, load_v, locate, look_up_first, look_up_next
-from .mainloop import AfterBlock, Thread, fragment_of, thread_of, to_weights
+from .mainloop import Splits, Thread, fragment_of, split_off, thread_of, to_weights
 
 
 class _Step(NamedTuple):
@@ -74,13 +74,8 @@ def issue_scores(ctx: Context, t: Thread, Q: cute.Tensor | None, stage: Int32) -
 
 
 @cute.jit
-def mainloop(
-    ctx: Context, t: Thread, blocks: Span, after_block: cutlass.Constexpr[AfterBlock | None] = None
-) -> None:
-    """Go through the split's blocks, and load `stages` - 1 blocks of K and `stages` - 2 of V ahead.
-
-    after_block: called with the number of each block at whose end a split of a fixed length may end.
-    """
+def mainloop(ctx: Context, t: Thread, blocks: Span, splits: cutlass.Constexpr[Splits | None] = None) -> None:
+    """Go through the split's blocks, and load `stages` - 1 blocks of K and `stages` - 2 of V ahead."""
     stages, last = ctx.plan.stages, blocks.last
     P = wgmma.p_fragment(ctx.plan.dtype, KEYS)
     pages = look_up_first(ctx, blocks.first)
@@ -101,12 +96,10 @@ def mainloop(
             pages = look_up_next(ctx, pages, blocks.first, n + stages)
             place = locate(ctx, pages, blocks.first, n + stages)
             partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
-            if cutlass.const_expr(after_block is not None):
-                ends = n % ctx.divisors.split_blocks == 0
+            if cutlass.const_expr(splits is not None and splits.begins is not None):
+                ends = splits.begins(n)
                 if cute.arch.vote_any_sync(ends):
-                    last_pv(ctx, t, P, at.before)
-                    after_block(n - 1)
-                    _block_alone(ctx, t, Q, P, n, at)
+                    _block_of_next_split(ctx, t, Q, P, n, at, splits)
                 else:
                     # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
                     if cute.arch.vote_any_sync(partial):
@@ -120,13 +113,13 @@ def mainloop(
                     _block(ctx, t, Q, P, n, at, False)
         _await_copies(ctx)
         last_pv(ctx, t, P, at.stage)
-        if cutlass.const_expr(after_block is not None):
-            after_block(last - 1)
+        if cutlass.const_expr(splits is not None):
+            splits.end(t, last - 1)
 
 
 @cute.jit
 def _block_alone(ctx: Context, t: Thread, Q: cute.Tensor | None, P: cute.Tensor, n: Int32, at: _Step) -> None:
-    """S and P of block n, with nothing else in flight: a split's first one, unless the split goes on."""
+    """S and P of block n, the first one of all, with nothing else in flight."""
     issue_scores(ctx, t, Q, at.stage)
     wgmma.wait(0)
     factors = block_softmax(ctx, t, n, True)
@@ -159,6 +152,30 @@ def _block(
     wgmma.wait_after(t.parts[0].row_sum)
     softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
     round_to(t.S, P)
+
+
+@cute.jit
+def _block_of_next_split(
+    ctx: Context,
+    t: Thread,
+    Q: cute.Tensor | None,
+    P: cute.Tensor,
+    n: Int32,
+    at: _Step,
+    splits: cutlass.Constexpr[Splits],
+) -> None:
+    """S and P of block n, with which a split begins, and PV of the one before it, with which another ends.
+
+    Both are in flight together, as in any other block, so that a split's end waits for no more than they do.
+    """
+    issue_scores(ctx, t, Q, at.stage)
+    wgmma.accumulate(t.O, P, ctx.sV[None, None, at.before], True)
+    wgmma.wait(1)
+    ended = split_off(t)
+    block_softmax(ctx, t, n, True)
+    wgmma.wait_after(t.parts[0].row_sum)
+    round_to(t.S, P)
+    splits.end(ended, n - 1)
 
 
 @cute.jit
