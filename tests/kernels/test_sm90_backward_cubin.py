@@ -106,7 +106,7 @@ def kernels_of_rows() -> list[Key]:
 
 
 def keys() -> list[Key]:
-    return [*one_of(2, main_kernels()), *kernels_of_rows()]
+    return [*one_of(4, main_kernels()), *kernels_of_rows()]
 
 
 @pytest.fixture(scope="module")
