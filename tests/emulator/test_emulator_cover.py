@@ -132,10 +132,11 @@ def test_values_and_gradients(arch: str, case: Case, monkeypatch: pytest.MonkeyP
         dout = torch.randn(results[0].shape).to(results[0].dtype)
         dlse = torch.randn(results[1].shape) if case["dlse"] else None
         found = gradients(results, call, dout, dlse)
-    masks = 2 * bool(case["mask"])
-    # One forward and three backward kernels; scope "kv_head" does not need the last one.
-    assert len(device.reports) - masks in (3, 4), "other kernels have served"
-    assert sum("preprocess_kernel" in report.kernel for report in device.reports) == 1
+    kernels = len(device.reports) - 2 * bool(case["mask"])
+    # A forward and three kernels of the backward. Scope "kv_head" has no postprocess kernel, nor have
+    # small calls a preprocess kernel.
+    assert kernels in (2, 3, 4), "other kernels have served"
+    assert sum("preprocess_kernel" in report.kernel for report in device.reports) == (kernels > 2)
 
     exact, peer = (defined(call, state, dtype) for dtype in (torch.float64, results[0].dtype))
     for name, a, e, p in zip(("out", "lse"), results, exact, peer, strict=True):
