@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
@@ -11,6 +10,7 @@ from ..testing.emulate import Device, Options, device
 from .cases import Cell
 from .fa4_emulated import flash_attn_4
 from .instruction_counts import Counts, count_instructions
+from .providers import has_fa4
 
 Attend = Callable[[Cell, str], list[Counts]]
 """Function from a cell and a direction to the counts of its launches. Raises LookupError or BackendError if
@@ -68,14 +68,7 @@ CONTENDERS: Mapping[str, Callable[[str], AbstractContextManager[Attend]]] = {
 
 def installed() -> set[str]:
     """The contenders that this machine has."""
-    return {OURS} | ({UPSTREAM} if _has_flash_attn_4() else set())
-
-
-def _has_flash_attn_4() -> bool:
-    try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:
-        return False
+    return {OURS} | ({UPSTREAM} if has_fa4() else set())
 
 
 def _taken(emulated: Device) -> list[Counts]:

@@ -22,7 +22,6 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +34,7 @@ from ..testing import backends_used
 from . import flex_cases, gpu
 from .cases import HIDDEN, TOKENS
 from .flex_cases import CASES, Case, Sizes, each
-from .providers import OURS, sentence
+from .providers import OURS, has_fa4, sentence
 from .report import Row, dtype_name, table
 from .settings import Settings, usual_dtype
 from .timing import Call, GpuTimer, compare
@@ -313,7 +312,7 @@ def _peers(settings: Settings) -> dict[str, Any]:
     found = {"triton": torch.compile(torchs, dynamic=False)}
     if settings.max_autotune:
         found["triton max-autotune"] = torch.compile(torchs, dynamic=False, mode=MAX_AUTOTUNE)
-    if find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None:
+    if has_fa4():
         found["flash-attn-4"] = torch.compile(
             partial(torchs, kernel_options={"BACKEND": "FLASH"}), dynamic=False
         )

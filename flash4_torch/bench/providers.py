@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +100,14 @@ def fa3() -> Provider:
         return grads
 
     return Provider(forward, backward)
+
+
+def has_fa4() -> bool:
+    """Whether flash-attn-4 is installed."""
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:  # flash_attn is not there, or another one that cannot be loaded
+        return False
 
 
 def fa4() -> Provider:
