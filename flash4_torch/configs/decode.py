@@ -253,7 +253,7 @@ def with_blocks(features: Features, form: DecodeForm, rows: int, has_many: bool 
     pays = has_many if rows == SHARED_ROWS else is_short or is_fp8
     keys = MORE_KEYS if pays and MORE_KEYS in block_keys(features, form, rows) else KEYS
     more = (2 if form.few_rows else 1) if keys > KEYS and is_short and is_fp8 else 0
-    # Softcap has no registers left with more keys; groups have not been measured.
+    # Softcap has no registers left with more keys; groups of narrower tiles have not been measured.
     may_keep_q = form.wgmma and not (keys > KEYS and features.softcap)
     may_keep_q = may_keep_q and (rows == SHARED_ROWS or not form.groups)
     q_in_regs = may_keep_q and features.D > _NARROW_COLUMNS and columns <= _MORE_KEYS_COLUMNS

@@ -196,24 +196,16 @@ def _attention_varlen_backward(
     return *map(as_gradient, grads[:3], (q, k, v)), dsinks
 
 
-def _attention_weights(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    lse_low: Tensor | None,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    rng_state: Tensor | None,
-    *scores_and_average: Any,
-) -> Tensor:
-    *scores, average_heads = scores_and_average
-    problem = _weights_problem(q, k, attn_mask, sinks, scores)
-    inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
-    saved = SavedWeights(lse, lse_low, average_heads)
-    return backends.choose(problem).weights(saved, inputs, problem)
+def _attention_weights(*args: Any) -> Tensor:
+    *each_head, average_heads = args
+    return _weights(*each_head, average_heads=average_heads)
 
 
-def _attention_weights_signed(
+def _attention_weights_signed(*args: Any) -> Tensor:
+    return _weights(*args, signed=True)
+
+
+def _weights(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
@@ -222,10 +214,14 @@ def _attention_weights_signed(
     sinks: Tensor | None,
     rng_state: Tensor | None,
     *scores: Any,
+    average_heads: bool = False,
+    signed: bool = False,
 ) -> Tensor:
-    problem = signed_weights_of(_weights_problem(q, k, attn_mask, sinks, list(scores)))
+    problem = _weights_problem(q, k, attn_mask, sinks, list(scores))
+    problem = signed_weights_of(problem) if signed else problem
     inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
-    return backends.choose(problem).weights(SavedWeights(lse, lse_low, False), inputs, problem)
+    saved = SavedWeights(lse, lse_low, average_heads)
+    return backends.choose(problem).weights(saved, inputs, problem)
 
 
 def _attention_weights_backward(
