@@ -68,11 +68,9 @@ def attention_and_weights(
     The weights are those after dropout: averaged over heads (B, Sq, Sk), else (B, Hq, Sq, Sk).
     """
     scored_by = attn_mask, sinks, rng_state = _beside(q, rng_state, attn_mask, sinks)
-    if autograd.in_graph_with_grad(q, k, v, attn_mask, sinks):
+    if autograd.in_graph():
         out, lse, weights = schema.attention_and_weights(q, k, v, *scored_by, *options, average_heads)
         return out, lse, weights
-    if weights_in_graph.serves_evaluation(q, k, rng_state, options):
-        return weights_in_graph.forward(q, k, v, attn_mask, sinks, rng_state, options, average_heads)
     out, lse, weights = autograd.attention_and_weights(q, k, v, *scored_by, *options, average_heads)
     return out, lse, weights
 

@@ -240,12 +240,12 @@ _both = function("attention_and_weights", _forward_of_both, _grads_of_both)
 def _as_one_node(*args: Any) -> tuple[Tensor, ...]:
     """The autograd kernel of `attention_and_weights`: a graph traced through it holds torch's own operators,
     or those of both, and drops the second one where nobody uses the weights."""
-    if not wants_grad(args):
-        return _call_both(args)[:3]
     q, k, v, attn_mask, sinks, rng_state, *scored_by, average_heads = args
-    options = CallOptions(*scored_by)
-    if weights_in_graph.serves_training(q, k, rng_state, options):
+    options, trains = CallOptions(*scored_by), wants_grad(args)
+    if weights_in_graph.serves(q, k, attn_mask, rng_state, options, trains):
         return weights_in_graph.forward(q, k, v, attn_mask, sinks, rng_state, options, average_heads)
+    if not trains:
+        return _call_both(args)[:3]
     results: tuple[Tensor, ...] = _both.apply(*args)
     return results
 
@@ -253,14 +253,12 @@ def _as_one_node(*args: Any) -> tuple[Tensor, ...]:
 schema.LIBRARY.impl("attention_and_weights", _as_one_node, "Autograd")
 
 
-def in_graph_with_grad(*tensors: Tensor | None) -> bool:
-    """Whether a call becomes a part of a compiled graph, not one for export, and wants gradients."""
+def in_graph() -> bool:
+    """Whether a call becomes a part of a compiled graph, not one for export, that is traced through autograd."""
     return (
         torch.compiler.is_dynamo_compiling()
         # `is_exporting()` is True in all graphs that torch 2.11 traces.
         and not torch.compiler._is_exporting_flag
-        and torch.is_grad_enabled()
-        and any([x is not None and x.requires_grad for x in tensors])
         and torch.autograd.forward_ad._current_level < 0
     )
 

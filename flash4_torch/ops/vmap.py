@@ -82,10 +82,12 @@ def _unfolded(result: Any, size: int) -> Mapped:
 def _rule(name: str, tensors: int | None = None) -> Callable[..., Mapped]:
     """The vmap rule of an operator; `tensors` counts leading batch-first arguments that a fold can take."""
     op = getattr(schema, name)
+    ends_with_mask_grad = name == "attention_backward"
 
     def rule(info: Any, in_dims: InDims, *args: Any) -> Mapped:
         size: int = info.batch_size
-        if tensors is not None and size > 0 and _can_fold(in_dims, args, tensors):
+        sums_masks = ends_with_mask_grad and args[-1]
+        if tensors is not None and size > 0 and not sums_masks and _can_fold(in_dims, args, tensors):
             return _fold(op, size, in_dims, args, tensors)
         return _loop(op, size, in_dims, args)
 
@@ -100,7 +102,7 @@ def _can_fold(in_dims: InDims, args: Sequence[Any], tensors: int) -> bool:
     attn_mask, sinks, rng_state = args[tensors : tensors + 3]
     mask_stays = attn_mask is None or (in_dims[tensors] is None and attn_mask.shape[0] == 1)
     # One gradient of the sinks is for the whole batch.
-    return leading and mask_stays and sinks is None and rng_state is None and args[-1] is not True
+    return leading and mask_stays and sinks is None and rng_state is None
 
 
 def flex_rule(
@@ -136,8 +138,8 @@ def _is_mapped(d: Any) -> bool:
 
 
 for _name, _tensors in {
-    "attention_and_weights": None,
     "attention": 3,
+    "attention_and_weights": 3,
     "attention_backward": 8,
     "attention_varlen": None,
     "attention_varlen_backward": None,

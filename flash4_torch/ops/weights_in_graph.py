@@ -23,8 +23,10 @@ from . import decomposition, schema
 _ON_CPU = 1 << 26
 """Weights of all heads that a graph for the CPU holds at once, at most."""
 _ON_GPU = 1 << 20
-"""The same for a GPU, in the forward: a Hopper reads and writes so many float32 in 3 us, less than the launch
-of a kernel takes."""
+"""The same for a GPU, in the forward of a step: a Hopper reads and writes so many float32 in 3 us, less than the
+launch of a kernel takes."""
+_MASKED_ON_GPU = 1 << 18
+"""The same without gradients, where there is a mask. Without one our kernels are faster at any size."""
 _SAVED = 1 << 26
 """Weights of all heads that a graph saves for its backward, at most: 128 MiB in 16 bits, twice that with
 dropout; stock attention saves as many. Up to there a step may be the host's time: each operator counts."""
@@ -32,24 +34,25 @@ _IN_BACKWARD = 1 << 30
 """Weights of all heads that the backward of a graph holds at once, at most."""
 
 
-def serves_evaluation(q: Tensor, k: Tensor, rng_state: Tensor | None, options: CallOptions) -> bool:
-    """Whether output and weights of a graph without gradients are best computed together, as stock attention
-    does: on the CPU at sizes that fit and without dropout. Elsewhere the kernels are faster."""
-    return torch.compiler.is_dynamo_compiling() and _is_served(q, k, rng_state, options, 0)
-
-
-def serves_training(q: Tensor, k: Tensor, rng_state: Tensor | None, options: CallOptions) -> bool:
-    """The same of a graph with gradients, and on a GPU also as long as all is the host's time.
+def serves(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    rng_state: Tensor | None,
+    options: CallOptions,
+    trains: bool,
+) -> bool:
+    """Whether output and weights of a graph are best computed together, as stock attention does: on the CPU at
+    sizes that fit and without dropout, on a GPU as long as all is the host's time. Elsewhere the kernels are
+    faster.
 
     The operator asks below Dynamo, which would guard each function of ours that it sees, in every call.
     """
-    return TracingContext.try_get() is not None and _is_served(q, k, rng_state, options, _ON_GPU)
-
-
-def _is_served(q: Tensor, k: Tensor, rng_state: Tensor | None, options: CallOptions, on_gpu: int) -> bool:
+    on_gpu = _ON_GPU if trains else _MASKED_ON_GPU if attn_mask is not None else 0
     most = {"cpu": 0 if options.dropout_p else _ON_CPU, "cuda": on_gpu}
     return (
-        (rng_state is None or len(rng_state) == dropout.STATE)
+        TracingContext.try_get() is not None
+        and (rng_state is None or len(rng_state) == dropout.STATE)
         and not env.BACKEND.get()
         and _fit(q, k, most.get(q.device.type, 0))
     )

@@ -281,18 +281,19 @@ def test_lengths_recompile_nothing(function: Any, like_a_gpu: None) -> None:
             assert_equal_steps(graph, function, qkv(S))
 
 
-def test_few_scores_on_a_gpu() -> None:
-    """They are computed with the output in training, if dropout's state is not that of a part of a call."""
-    most = weights_in_graph._ON_GPU
+@pytest.mark.parametrize("trains, is_masked", [(True, False), (True, True), (False, True), (False, False)])
+def test_few_scores_on_a_gpu(trains: bool, is_masked: bool) -> None:
+    """They are computed with the output, if dropout's state is not that of a part of a call. Without
+    gradients and a mask the kernels are faster."""
+    most = weights_in_graph._ON_GPU if trains else weights_in_graph._MASKED_ON_GPU
     with FakeTensorMode() as mode, tracing(TracingContext(mode)):
         for scores, numbers in product((most, most + 1), (0, 2, 7)):
             q, k = (torch.empty(1, S, 1, 64, device="cuda") for S in (scores, 1))
             state = torch.empty(numbers, dtype=torch.int64, device="cuda") if numbers else None
             options = CallOptions(1.0, dropout_p=0.1 if numbers else 0.0)
-            served = weights_in_graph.serves_training(q, k, state, options)
-            assert served == (scores == most and numbers != 7)
-            with mock.patch.object(torch.compiler, "is_dynamo_compiling", return_value=True):
-                assert not weights_in_graph.serves_evaluation(q, k, state, options)
+            mask = torch.empty(1, device="cuda") if is_masked else None
+            served = weights_in_graph.serves(q, k, mask, state, options, trains)
+            assert served == (scores == most and numbers != 7 and (trains or is_masked))
 
 
 def test_vmap_in_a_graph(like_a_gpu: None) -> None:
