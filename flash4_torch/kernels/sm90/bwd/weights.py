@@ -23,9 +23,9 @@ from .state import Thread, TileState
 
 
 class MaskRows(NamedTuple):
-    """The rows of attn_mask for a thread's keys, and the words loaded from them for a block."""
+    """The rows of a floating attn_mask for a thread's keys, or the words of a bool one for a block."""
 
-    rows: attn_mask.Rows
+    rows: attn_mask.Rows | None
     words: tuple
 
 
@@ -47,9 +47,10 @@ def mask_rows(ctx: Context, t: Thread, work: TileState, n: Int32) -> MaskRows:
 
     Kept, they would hold registers that wgmmas in flight need (ptxas.md, P17).
     """
-    heads = (work.head, work.head)
-    rows = attn_mask.rows_of(ctx.mask, work.tile.batch, heads, work.positions, t.lane % LANES)
-    return MaskRows(rows, attn_mask.words_of(rows, n))
+    batch, positions, pair = work.tile.batch, work.positions, t.lane % LANES
+    if cutlass.const_expr(ctx.plan.features.mask == "bool"):
+        return MaskRows(None, attn_mask.words_at(ctx.mask, batch, work.head, positions, n, pair))
+    return MaskRows(attn_mask.rows_of(ctx.mask, batch, (work.head, work.head), positions, pair), ())
 
 
 @cute.jit
