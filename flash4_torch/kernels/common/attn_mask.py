@@ -36,6 +36,10 @@ VECTOR = 16
 """Bytes of the widest load."""
 
 
+Words = tuple[tuple[Uint32, ...], ...]
+"""The words of a block that a thread needs of a bool mask, for each row."""
+
+
 class MaskArgs(NamedTuple):
     """A mask and its tables, as a kernel receives them."""
 
@@ -200,9 +204,7 @@ def words_of(own: Rows, n: Int32) -> tuple[cute.Tensor, ...]:
 
 
 @cute.jit
-def words_at(
-    mask: Mask, batch: Int32, head: Int32, rows: tuple[Int32, ...], n: Int32, pair: Int32
-) -> tuple[tuple[Uint32, ...], ...]:
+def words_at(mask: Mask, batch: Int32, head: Int32, rows: tuple[Int32, ...], n: Int32, pair: Int32) -> Words:
     """What `words_of` loads, for kernels that find a thread's rows of a bool mask anew for every block: few
     instructions, most of them for all rows together.
     """
@@ -217,6 +219,11 @@ def words_at(
         panels = cute.make_tensor(own, cute.make_layout(mask.plan.panels, stride=4))
         words.append(tuple(panels[p] for p in range(mask.plan.panels)))
     return tuple(words)
+
+
+def no_words(plan: MaskPlan, rows: int) -> Words:
+    """Words that hide everything, in the place of those that `words_at` loads."""
+    return tuple(tuple(Uint32(0) for _ in range(plan.panels)) for _ in range(rows))
 
 
 @cute.jit

@@ -14,6 +14,7 @@ from ..warps import ROWS
 from . import block_entries
 from .context import Context
 from .state import Cursors, Thread, TileState, at_any_stage, at_stage
+from .weights import fetch_words
 
 
 @cute.jit
@@ -51,6 +52,7 @@ def all_but_the_last(
     accumulate = Boolean(False)
     for h in cutlass.range(heads, unroll=1):
         work = _work(ctx, t, tile, kv_at, h)
+        at = fetch_words(ctx, t, work, at)
         last = work.blocks.span.last - 1 if h == heads - 1 else work.blocks.span.last
         if cutlass.const_expr(not masks):
             at, accumulate = _blocks_full(ctx, t, work, last, accumulate, at, block)

@@ -18,8 +18,9 @@ from ...common.rounding import round_to, widened
 from ...common.warps import WARP, WARPS
 from .. import wgmma
 from ..warps import LANES
+from . import block_entries
 from .context import Context
-from .state import Thread, TileState
+from .state import Cursors, Thread, TileState
 
 
 class MaskRows(NamedTuple):
@@ -47,10 +48,28 @@ def mask_rows(ctx: Context, t: Thread, work: TileState, n: Int32) -> MaskRows:
 
     Kept, they would hold registers that wgmmas in flight need (ptxas.md, P17).
     """
-    batch, positions, pair = work.tile.batch, work.positions, t.lane % LANES
     if cutlass.const_expr(ctx.plan.features.mask == "bool"):
-        return MaskRows(None, attn_mask.words_at(ctx.mask, batch, work.head, positions, n, pair))
-    return MaskRows(attn_mask.rows_of(ctx.mask, batch, (work.head, work.head), positions, pair), ())
+        return MaskRows(None, _words(ctx, t, work, n))
+    heads = (work.head, work.head)
+    rows = attn_mask.rows_of(ctx.mask, work.tile.batch, heads, work.positions, t.lane % LANES)
+    return MaskRows(rows, ())
+
+
+@cute.jit
+def fetch_words(ctx: Context, t: Thread, work: TileState, at: Cursors) -> Cursors:
+    """Begin to load a bool mask's words of the block whose Q has arrived: a block ahead, under the MMAs.
+
+    The block may be another head's first one. Then these are not its words, and are loaded anew.
+    """
+    if cutlass.const_expr(not ctx.plan.fetches_words):
+        return at
+    n, _ = block_entries.read(ctx, at.q)
+    return at._replace(words=_words(ctx, t, work, n))
+
+
+def _words(ctx: Context, t: Thread, work: TileState, n: Int32) -> attn_mask.Words:
+    pair = t.lane % LANES
+    return attn_mask.words_at(ctx.mask, work.tile.batch, work.head, work.positions, n, pair)
 
 
 @cute.jit
