@@ -221,9 +221,9 @@ def words_at(mask: Mask, batch: Int32, head: Int32, rows: tuple[Int32, ...], n: 
     return tuple(words)
 
 
-def no_words(plan: MaskPlan, rows: int) -> Words:
-    """Words that hide everything, in the place of those that `words_at` loads."""
-    return tuple(tuple(Uint32(0) for _ in range(plan.panels)) for _ in range(rows))
+def all_ones(plan: MaskPlan, rows: int) -> Words:
+    """Words that hide nothing, in the place of those that `words_at` loads."""
+    return tuple(tuple(Uint32(0xFFFFFFFF) for _ in range(plan.panels)) for _ in range(rows))
 
 
 @cute.jit

@@ -71,7 +71,7 @@ def start(ctx: Context, t: Thread) -> Cursors:
     config, together = ctx.plan.config, ctx.plan.config.unroll_stages
     do = None if together else ring.start()
     slots_too = together and config.dq_stages == config.q_stages
-    words = attn_mask.no_words(ctx.plan.mask, 2) if ctx.plan.fetches_words else ()
+    words = attn_mask.all_ones(ctx.plan.mask, 2) if ctx.plan.fetches_words else ()
     return Cursors(ring.start(), do, ring.start(), None if slots_too else t.warpgroup, words)
 
 

@@ -59,12 +59,17 @@ def mask_rows(ctx: Context, t: Thread, work: TileState, n: Int32) -> MaskRows:
 def fetch_words(ctx: Context, t: Thread, work: TileState, at: Cursors) -> Cursors:
     """Begin to load a bool mask's words of the block whose Q has arrived: a block ahead, under the MMAs.
 
-    The block may be another head's first one. Then these are not its words, and are loaded anew.
+    The block may be another head's first one. Then these are not its words, and are loaded anew. A block of
+    which the mask hides nothing may still be masked by the band.
     """
     if cutlass.const_expr(not ctx.plan.fetches_words):
         return at
-    n, _ = block_entries.read(ctx, at.q)
-    return at._replace(words=_words(ctx, t, work, n))
+    n, partial = block_entries.read(ctx, at.q)
+    words = attn_mask.all_ones(ctx.plan.mask, 2)
+    # A branch on a vote: predicates would leave the addresses to be computed for full blocks, too.
+    if cute.arch.vote_any_sync(partial):
+        words = _words(ctx, t, work, n)
+    return at._replace(words=words)
 
 
 def _words(ctx: Context, t: Thread, work: TileState, n: Int32) -> attn_mask.Words:
