@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 
 from .band import Span
 from .fragment import Fragment
@@ -34,6 +34,10 @@ from .mask_tables import PANEL, MaskPlan, place
 AnyContext = TypeVar("AnyContext")
 VECTOR = 16
 """Bytes of the widest load."""
+
+
+Words = tuple[tuple[Uint32, ...], ...]
+"""The words of a block that a thread needs of a bool mask, for each row."""
 
 
 class MaskArgs(NamedTuple):
@@ -197,6 +201,29 @@ def words_of(own: Rows, n: Int32) -> tuple[cute.Tensor, ...]:
             cute.autovec_copy(vector_at(start, width, Uint32), into)
         words.append(loaded)
     return tuple(words)
+
+
+@cute.jit
+def words_at(mask: Mask, batch: Int32, head: Int32, rows: tuple[Int32, ...], n: Int32, pair: Int32) -> Words:
+    """What `words_of` loads, for kernels that find a thread's rows of a bool mask anew for every block: few
+    instructions, most of them for all rows together.
+    """
+    Bm, Hm, Sqm, NB, size = mask.bits.shape
+    first = (within(batch, Bm) * Hm + within(head, Hm)) * Sqm
+    each = size * Uint32.width // 8
+    start, words = mask.bits.iterator.toint() + Int64(n * each + pair * 4), []
+    for row in rows:
+        # 32 bits suffice for a row's number and for its bytes, but not for their product.
+        place = start + Int64(Uint64(Uint32(first + within(row, Sqm))) * Uint64(Uint32(NB * each)))
+        own = cute.make_ptr(Uint32, place, cute.AddressSpace.gmem, assumed_align=4)
+        panels = cute.make_tensor(own, cute.make_layout(mask.plan.panels, stride=4))
+        words.append(tuple(panels[p] for p in range(mask.plan.panels)))
+    return tuple(words)
+
+
+def all_ones(plan: MaskPlan, rows: int) -> Words:
+    """Words that hide nothing, in the place of those that `words_at` loads."""
+    return tuple(tuple(Uint32(0xFFFFFFFF) for _ in range(plan.panels)) for _ in range(rows))
 
 
 @cute.jit

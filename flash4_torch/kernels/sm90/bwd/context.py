@@ -115,6 +115,8 @@ class Context:
     follow."""
     work_tile: cute.Pointer
     """`WORK_TILE_WORDS` words for each stage of K."""
+    block_entries: cute.Pointer | None
+    """A word for each stage of Q, where a mask lists blocks: see block_entries.py."""
     sdQ: cute.Tensor
     """(floats of a piece, dq_slots), in the order of `dq_blocks`."""
     commands: cute.Pointer

@@ -86,6 +86,9 @@ def backward_kernel(
     rows_of_q, sLse, sLseLow = cute.make_layout((plan.queries, config.q_stages)), None, None
     if cutlass.const_expr(plan.features.large_scores):
         sLse, sLseLow = (memory.allocate_tensor(Float32, rows_of_q, 16) for _ in range(2))
+    block_entries = None
+    if cutlass.const_expr(plan.features.lists_blocks):
+        block_entries = memory.allocate_array(Int32, config.q_stages)
     ctx = Context(
         plan=plan,
         params=params,
@@ -118,6 +121,7 @@ def backward_kernel(
         write_stats=ring.allocate(memory, 1) if config.preprocesses else None,
         sequence_end=ring.allocate(memory, 1),
         work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * config.kv_stages),
+        block_entries=block_entries,
         sdQ=sdQ,
         commands=memory.allocate_array(Int64, WORDS * plan.dq_slots),
         keep_bits=keep_bits,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int16, Int32, Uint32
+from cutlass import Boolean, Int16, Int32, Uint32
 
 from ....configs.types import Scope
 from ...common import ring, tile_scheduler
@@ -16,6 +16,7 @@ from ...common.bwd.tiles import Place, Shape, Tile
 from ...common.copies import copy, evict_first, stage_bytes
 from ...common.ring import Cursor, Ring
 from ...common.role import role
+from . import block_entries
 from .context import Context
 
 _KEYS_AT_ONCE = 12
@@ -117,8 +118,8 @@ def _load_tile(ctx: Context, at: Cursors, tile: Tile) -> Cursors:
             head = tile.kv_head * heads + h
             blocks = tiles.blocks_of(ctx, tile, span, head)
             for position in cutlass.range(blocks.span.first, blocks.span.last, unroll=1):
-                n, _ = tiles.block_at(ctx, blocks, position)
-                q_at, do_at, end_at = _load_block(ctx, q_at, do_at, end_at, tile, head, n)
+                n, partial = tiles.block_at(ctx, blocks, position)
+                q_at, do_at, end_at = _load_block(ctx, q_at, do_at, end_at, tile, head, n, partial)
     return Cursors(at.work_idx, ring.after(at.kv, ctx.plan.config.kv_stages), q_at, do_at, end_at)
 
 
@@ -127,21 +128,29 @@ def _load_place(
     ctx: Context, q_at: Cursor, do_at: Cursor, end_at: Cursor, tile: Tile, place: Place
 ) -> tuple[Cursor, Cursor, Cursor]:
     head = tile.kv_head * tiles.group(ctx) + place.h
-    return _load_block(ctx, q_at, do_at, end_at, tile, head, place.n)
+    return _load_block(ctx, q_at, do_at, end_at, tile, head, place.n, None)
 
 
 @cute.jit
 def _load_block(
-    ctx: Context, q_at: Cursor, do_at: Cursor, end_at: Cursor, tile: Tile, head: Int32, n: Int32
+    ctx: Context,
+    q_at: Cursor,
+    do_at: Cursor,
+    end_at: Cursor,
+    tile: Tile,
+    head: Int32,
+    n: Int32,
+    partial: Boolean | None,
 ) -> tuple[Cursor, Cursor, Cursor]:
-    """Load block n of Q and of dO."""
+    """Load block n of Q and of dO. `partial`: whether the mask changes it, where a mask lists blocks."""
     of_scores = ((ctx.sLseLog2, 0),)
     if cutlass.const_expr(ctx.plan.features.large_scores):
         of_scores = (*of_scores, (ctx.sLse, 2), (ctx.sLseLow, 3))
     q = ctx.maps.load_q, ctx.maps.mQ, ctx.sQ, ctx.plan.q_share, of_scores
     do = ctx.maps.load_do, ctx.maps.mdO, ctx.sdO, ctx.plan.do_share, ((ctx.sDelta, 1),)
-    end_at = _load_rows(ctx, ctx.load_q, q_at, end_at, q, tile, head, n)
-    end_at = _load_rows(ctx, ctx.load_do, do_at, end_at, do, tile, head, n)
+    listed = partial if ctx.plan.features.lists_blocks else None
+    end_at = _load_rows(ctx, ctx.load_q, q_at, end_at, q, tile, head, n, listed)
+    end_at = _load_rows(ctx, ctx.load_do, do_at, end_at, do, tile, head, n, None)
     return ring.after(q_at, ctx.load_q.stages), ring.after(do_at, ctx.load_do.stages), end_at
 
 
@@ -203,14 +212,27 @@ def _keys_of(ctx: Context, tile: Tile) -> Int32:
 
 @cute.jit
 def _load_rows(
-    ctx: Context, edge: Ring, at: Cursor, end_at: Cursor, what: tuple, tile: Tile, head: Int32, n: Int32
+    ctx: Context,
+    edge: Ring,
+    at: Cursor,
+    end_at: Cursor,
+    what: tuple,
+    tile: Tile,
+    head: Int32,
+    n: Int32,
+    partial: Boolean | None,
 ) -> Cursor:
-    """Load block n of Q or dO, and of the row statistics that come with it: lse or delta."""
+    """Load block n of Q or dO, and of the row statistics that come with it: lse or delta.
+
+    partial: not None for Q, where the block's entry in a mask's list comes with it.
+    """
     atom, source, target, share, statistics = what
     ring.wait_empty(edge, at)
     left = tile.Sq - n * ctx.plan.queries
     full = barrier_of(ctx, edge, at, left, ctx.plan.queries)
     with cute.arch.elect_one():
+        if cutlass.const_expr(partial is not None):
+            block_entries.write(ctx, at, n, partial)
         cute.arch.mbarrier_arrive_and_expect_tx(
             full, stage_bytes(target) + 4 * ctx.plan.queries * len(statistics)
         )

@@ -31,7 +31,7 @@ from .plan import NamedBarrier
 from .preprocess import preprocess
 from .state import Cursors, Thread, TileState, after_block, rows_at, slot_at, start
 from .store_commands import add_dq, send_end
-from .weights import differentiate, dropped, mask_rows, recompute_p
+from .weights import MaskRows, differentiate, dropped, fetch_words, mask_rows, recompute_p
 
 ALONE = 2
 """A value of `_block`'s `last`, instead of True: only the first warpgroup's keys take part in the block."""
@@ -202,6 +202,7 @@ def _block(
     else:
         ring.wait_full(ctx.load_q, after.q)
         _issue_scores(ctx, t, work.kv, after.q)
+        after = fetch_words(ctx, t, work, after)
         wgmma.wait(1)
     _add_dq(ctx, t, work, n, dQ, at, bool(last))
     return after
@@ -221,7 +222,9 @@ def _block_to_dq(
     """Process a block up to dQ, which is left in flight; returns dQ and the next block's cursors."""
     plan = ctx.plan
     mask = None
-    if cutlass.const_expr(masked and plan.features.mask != ""):
+    if cutlass.const_expr(masked and plan.fetches_words):
+        mask = MaskRows(None, at.words)
+    elif cutlass.const_expr(masked and plan.features.mask != ""):
         mask = mask_rows(ctx, t, work, n)
     ring.wait_full(ctx.load_do, rows_at(at))
     # A wgmma that crosses the loop's edge has to be waited for alone: ptxas serialises everything otherwise

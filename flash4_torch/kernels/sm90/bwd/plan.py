@@ -181,6 +181,11 @@ class Plan(BackwardPlan):
         return self.heads_inner and f.right and self.queries < self.keys and not (f.dropout or c.role_split)
 
     @property
+    def fetches_words(self) -> bool:
+        """Whether a bool mask's words of a block are loaded while the block before it ends."""
+        return self.features.mask == "bool" and not self.config.role_split
+
+    @property
     def adds_rows_one_by_one(self) -> bool:
         """Whether a float mask may be added to one of a thread's two keys after the other.
 

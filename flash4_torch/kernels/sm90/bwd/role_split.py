@@ -229,6 +229,9 @@ def _begin(ctx: Context, t: Thread, kv_at: Cursor, warpgroup: cutlass.Constexpr,
         keys, rows = ctx.sK[None, None, kv_at.stage], ctx.sQ[None, None, at.q.stage]
     else:
         ring.wait_full(ctx.load_do, at.do)
+        if cutlass.const_expr(ctx.plan.features.lists_blocks):
+            # The block's entry comes with Q.
+            ring.wait_full(ctx.load_q, at.q)
         keys, rows = ctx.sV[None, None, kv_at.stage], ctx.sdO[None, None, at.do.stage]
     if cutlass.const_expr(t.v_regs is not None):
         wgmma.scores_from_regs(t.S, t.v_regs, rows)

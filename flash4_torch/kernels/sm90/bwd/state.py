@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...common import ring
+from ...common import attn_mask, ring
 from ...common.band import Band, Span
 from ...common.bwd import tiles
 from ...common.bwd.tiles import Blocks, Tile
@@ -62,6 +62,8 @@ class Cursors(NamedTuple):
     dq: Int32 | None = None
     """The slot in which the warpgroup leaves its dQ. None if it has only one, with `role_split`, or if the
     slot is the one that belongs to the stage of Q."""
+    words: attn_mask.Words = ()
+    """A bool mask's words of the block at `q`, which `weights.fetch_words` has begun to load."""
 
 
 def start(ctx: Context, t: Thread) -> Cursors:
@@ -69,7 +71,8 @@ def start(ctx: Context, t: Thread) -> Cursors:
     config, together = ctx.plan.config, ctx.plan.config.unroll_stages
     do = None if together else ring.start()
     slots_too = together and config.dq_stages == config.q_stages
-    return Cursors(ring.start(), do, ring.start(), None if slots_too else t.warpgroup)
+    words = attn_mask.all_ones(ctx.plan.mask, 2) if ctx.plan.fetches_words else ()
+    return Cursors(ring.start(), do, ring.start(), None if slots_too else t.warpgroup, words)
 
 
 @cute.jit
@@ -81,7 +84,7 @@ def after_block(ctx: Context, at: Cursors) -> Cursors:
         do = ring.after(at.do, config.do_stages)
     if cutlass.const_expr(at.dq is not None):
         dq = other_slot(ctx, at.dq)
-    return Cursors(q, do, ring.after(at.ds, config.ds_stages), dq)
+    return Cursors(q, do, ring.after(at.ds, config.ds_stages), dq, at.words)
 
 
 def at_stage(at: Cursors, stage: int) -> Cursors:

@@ -11,8 +11,10 @@ from ...common.bwd import tiles
 from ...common.bwd.tiles import Place, Tile
 from ...common.ring import Cursor
 from ..warps import ROWS
+from . import block_entries
 from .context import Context
 from .state import Cursors, Thread, TileState, at_any_stage, at_stage
+from .weights import fetch_words
 
 
 @cute.jit
@@ -50,6 +52,7 @@ def all_but_the_last(
     accumulate = Boolean(False)
     for h in cutlass.range(heads, unroll=1):
         work = _work(ctx, t, tile, kv_at, h)
+        at = fetch_words(ctx, t, work, at)
         last = work.blocks.span.last - 1 if h == heads - 1 else work.blocks.span.last
         if cutlass.const_expr(not masks):
             at, accumulate = _blocks_full(ctx, t, work, last, accumulate, at, block)
@@ -58,7 +61,7 @@ def all_but_the_last(
         else:
             at, accumulate = _blocks_partial_at_ends(ctx, t, work, last, accumulate, at, block)
     work = _work(ctx, t, tile, kv_at, heads - 1)
-    n, _ = tiles.block_at(ctx, work.blocks, work.blocks.span.last - 1)
+    n, _ = _block_at(ctx, work, work.blocks.span.last - 1, at)
     return at, work, n, accumulate
 
 
@@ -140,6 +143,14 @@ def _work(ctx: Context, t: Thread, tile: Tile, kv_at: Cursor, h: Int32) -> TileS
 
 
 @cute.jit
+def _block_at(ctx: Context, work: TileState, position: Int32, at: Cursors) -> tuple:
+    """The number of the block at a position, whose Q has arrived, and whether the mask changes it."""
+    if cutlass.const_expr(ctx.plan.features.lists_blocks):
+        return block_entries.read(ctx, at.q)
+    return tiles.block_at(ctx, work.blocks, position)
+
+
+@cute.jit
 def _full_block(
     ctx: Context,
     t: Thread,
@@ -172,7 +183,7 @@ def _blocks_full(
 ) -> tuple:
     """Process blocks up to position `last`, all of them as full blocks."""
     for position in cutlass.range(work.blocks.span.first, last, unroll=1):
-        n, _ = tiles.block_at(ctx, work.blocks, position)
+        n, _ = _block_at(ctx, work, position, at)
         at = _full_block(ctx, t, work, n, accumulate, at, block)
         accumulate = Boolean(True)
     return at, accumulate
@@ -219,7 +230,7 @@ def _blocks_partial_anywhere(
     """Process blocks up to position `last`, any of which may have to be masked."""
     start, end = tiles.full_span(ctx, work.tile, work.band, work.span)
     for position in cutlass.range(work.blocks.span.first, last, unroll=1):
-        n, partial = tiles.block_at(ctx, work.blocks, position)
+        n, partial = _block_at(ctx, work, position, at)
         # ptxas knows a vote to be uniform, which keeps the wgmmas' addresses in uniform registers
         # (ptxas.md, P7).
         if cute.arch.vote_any_sync(partial | (n < start) | (n >= end)):

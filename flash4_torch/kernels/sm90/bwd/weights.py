@@ -18,14 +18,15 @@ from ...common.rounding import round_to, widened
 from ...common.warps import WARP, WARPS
 from .. import wgmma
 from ..warps import LANES
+from . import block_entries
 from .context import Context
-from .state import Thread, TileState
+from .state import Cursors, Thread, TileState
 
 
 class MaskRows(NamedTuple):
-    """The rows of attn_mask for a thread's keys, and the words loaded from them for a block."""
+    """The rows of a floating attn_mask for a thread's keys, or the words of a bool one for a block."""
 
-    rows: attn_mask.Rows
+    rows: attn_mask.Rows | None
     words: tuple
 
 
@@ -47,9 +48,33 @@ def mask_rows(ctx: Context, t: Thread, work: TileState, n: Int32) -> MaskRows:
 
     Kept, they would hold registers that wgmmas in flight need (ptxas.md, P17).
     """
+    if cutlass.const_expr(ctx.plan.features.mask == "bool"):
+        return MaskRows(None, _words(ctx, t, work, n))
     heads = (work.head, work.head)
     rows = attn_mask.rows_of(ctx.mask, work.tile.batch, heads, work.positions, t.lane % LANES)
-    return MaskRows(rows, attn_mask.words_of(rows, n))
+    return MaskRows(rows, ())
+
+
+@cute.jit
+def fetch_words(ctx: Context, t: Thread, work: TileState, at: Cursors) -> Cursors:
+    """Begin to load a bool mask's words of the block whose Q has arrived: a block ahead, under the MMAs.
+
+    The block may be another head's first one. Then these are not its words, and are loaded anew. A block of
+    which the mask hides nothing may still be masked by the band.
+    """
+    if cutlass.const_expr(not ctx.plan.fetches_words):
+        return at
+    n, partial = block_entries.read(ctx, at.q)
+    words = attn_mask.all_ones(ctx.plan.mask, 2)
+    # A branch on a vote: predicates would leave the addresses to be computed for full blocks, too.
+    if cute.arch.vote_any_sync(partial):
+        words = _words(ctx, t, work, n)
+    return at._replace(words=words)
+
+
+def _words(ctx: Context, t: Thread, work: TileState, n: Int32) -> attn_mask.Words:
+    pair = t.lane % LANES
+    return attn_mask.words_at(ctx.mask, work.tile.batch, work.head, work.positions, n, pair)
 
 
 @cute.jit
