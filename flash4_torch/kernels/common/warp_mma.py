@@ -49,6 +49,16 @@ def operand_of(rounded: cute.Tensor, columns: int) -> cute.Tensor:
     return cute.make_tensor(rounded.iterator, layout)
 
 
+class Share(NamedTuple):
+    """A warp's columns of a matrix: of every chunk the index-th of `count` equal ranges.
+
+    Whole rows so lie in the widest chunks, and each warp reads all of its columns by one address.
+    """
+
+    index: Int32
+    count: int
+
+
 class Matrix(NamedTuple):
     """A matrix of 16-bit numbers in SMEM, of which a warp reads 16 x 16 at a time.
 
@@ -64,6 +74,8 @@ class Matrix(NamedTuple):
     """Columns of a chunk."""
     transposed: bool
     dtype: type
+    own: int
+    """Columns of a chunk that are the warp's; its next ones are in the next chunk."""
 
     def below(self, row: Int32 | int) -> Matrix:
         """The matrix from a row on, a multiple of 16."""
@@ -71,7 +83,7 @@ class Matrix(NamedTuple):
 
     def read(self, row: int, column: int) -> tuple[Uint32, ...]:
         """The lane's words of 16 rows and columns as they lie in SMEM, from these multiples of 16 on."""
-        chunk, inside = divmod(column, self.chunk)
+        chunk, inside = divmod(column, self.own)
         offset = (chunk * self.rows + row) * 2 * self.chunk
         turn = ".trans" if self.transposed else ""
         return cute.arch.inline_ptx(
@@ -89,6 +101,7 @@ def operand(
     *,
     is_left: bool,
     column: Int32 | int = 0,
+    share: Share | None = None,
     part: int | None = None,
     transposed: bool = False,
 ) -> Matrix:
@@ -96,15 +109,20 @@ def operand(
 
     The rows of a left operand are those of the product, those of a right one its columns.
 
+    share: the columns that the operand has, all if None.
     part: columns that are an operand of their own in the stage's layout.
     transposed: the operand's rows are the stage's columns.
     """
     # The second matrix of an ldmatrix is 8 rows on and the third one 8 columns, or the other way round.
     eight, further = lane // 8 % 2, lane // 16
     down, across = (eight, further) if is_left != transposed else (further, eight)
-    address = vector_address(stage, row + lane % 8 + down * 8, column // 8 + across, part)
     rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
-    return Matrix(address, rows, chunk_of(part or columns), transposed, stage.element_type)
+    chunk = own = chunk_of(part or columns)
+    if share is not None:
+        own = chunk // share.count
+        column = share.index * own
+    address = vector_address(stage, row + lane % 8 + down * 8, column // 8 + across, part)
+    return Matrix(address, rows, chunk, transposed, stage.element_type, own)
 
 
 left, right = (partial(operand, is_left=is_left) for is_left in (True, False))
@@ -116,6 +134,13 @@ def words_of(rounded: cute.Tensor, k: int) -> tuple[Uint32, ...]:
         cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(rounded))), Uint32
     )
     return tuple(words[4 * k + i] for i in range(4))
+
+
+def columns_from(x: Matrix, i: Int32, columns: int) -> Matrix:
+    """The operand from its i-th so many columns on: whole chunks, or a part of one, a power of 2."""
+    if columns % x.own:
+        return _from_half(x, i, columns)
+    return _from_part(x, i, columns // x.own * x.chunk)
 
 
 def scores(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: int) -> None:
@@ -220,6 +245,8 @@ class Target(NamedTuple):
     """Rows of a chunk."""
     chunk: int
     """Columns of a chunk."""
+    own: int
+    """Columns of a chunk that are the warp's."""
 
     def write(self, rounded: cute.Tensor, row: int) -> None:
         """Store 16 rows, from a row on, a multiple of 16."""
@@ -227,7 +254,7 @@ class Target(NamedTuple):
             cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(rounded))), Uint32
         )
         for i in range(cute.size(words)):
-            chunk, inside = divmod(i // 2 * 8, self.chunk)
+            chunk, inside = divmod(i // 2 * 8, self.own)
             offset = (chunk * self.rows + row + i % 2 * 8) * 2 * self.chunk
             cute.arch.inline_ptx(
                 f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};",
@@ -235,13 +262,27 @@ class Target(NamedTuple):
             )
 
 
-def target(stage: cute.Tensor, row: Int32, lane: Int32, column: Int32, part: int) -> Target:
+def target(
+    stage: cute.Tensor,
+    row: Int32,
+    lane: Int32,
+    *,
+    column: Int32 | int = 0,
+    share: Share | None = None,
+    part: int | None = None,
+) -> Target:
     """A stage (rows, columns) from a row on, a multiple of 16, and a column on that a chunk begins with.
 
+    share: the columns that are written, all if None.
     part: columns that are an operand of their own in the stage's layout.
     """
+    rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
+    chunk = own = chunk_of(part or columns)
+    if share is not None:
+        own = chunk // share.count
+        column = share.index * own
     address = vector_address(stage, row + lane // LANES, column // 8, part) + 4 * (lane % LANES)
-    return Target(address, cute.size(stage, mode=[0]), chunk_of(part))
+    return Target(address, rows, chunk, own)
 
 
 @cute.jit

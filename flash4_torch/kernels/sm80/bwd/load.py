@@ -10,7 +10,7 @@ from ...common.bwd import tiles
 from ...common.bwd.loads import batch_of
 from ...common.bwd.tiles import Tile
 from ...common.warps import WARP
-from ..rows import BYTES, Sequence, Visit, load_parts
+from ..rows import BYTES, Sequence, Visit, load_block
 from .context import Context
 from .mask_tile import load_mask
 from .state import Block
@@ -25,8 +25,8 @@ def load_kv(ctx: Context, tile: Tile) -> None:
     where = tile.k_offset, tile.Sk, tiles.kv_head_of(ctx, tile), batch_of(ctx, tile.batch)
     keys, values = (Sequence(rows, *where) for rows in (ctx.maps.mK, ctx.maps.mV))
     D, Dv = (plan.halves(n) for n in (f.D, f.Dv))
-    load_parts(keys, tile.index, ctx.sK, D, plan.parts[0], ctx.warp, plan.warps, visit)
-    load_parts(values, tile.index, ctx.sV, Dv, plan.parts[1], ctx.warp, plan.warps, visit)
+    load_block(keys, tile.index, ctx.sK, D, ctx.warp, plan.warps, visit)
+    load_block(values, tile.index, ctx.sV, Dv, ctx.warp, plan.warps, visit)
 
 
 @cute.jit
@@ -38,8 +38,8 @@ def load_rows(ctx: Context, tile: Tile, block: Block, i: Int32, count: Int32, st
     rows, grads = (Sequence(rows, *where) for rows in (ctx.maps.mQ, ctx.maps.mdO))
     sQ, sdO = (x[None, None, stage] for x in (ctx.sQ, ctx.sdO))
     D, Dv = (plan.halves(n) for n in (f.D, f.Dv))
-    load_parts(rows, block.n, sQ, D, plan.parts[0], ctx.warp, plan.warps, visit)
-    load_parts(grads, block.n, sdO, Dv, plan.parts[1], ctx.warp, plan.warps, visit)
+    load_block(rows, block.n, sQ, D, ctx.warp, plan.warps, visit)
+    load_block(grads, block.n, sdO, Dv, ctx.warp, plan.warps, visit)
     _load_statistics(ctx, tile, head, block.n, visit, stage)
     if cutlass.const_expr(f.float_mask):
         load_mask(ctx, tile, head, block, visit, stage)

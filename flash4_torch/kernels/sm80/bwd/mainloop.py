@@ -78,8 +78,8 @@ def _to_dk(
     cute.arch.sync_threads()
     if cutlass.const_expr(plan.shares_weights):
         sQ, sdO = ctx.sQ[None, None, stage], ctx.sdO[None, None, stage]
-        _accumulate_shared(ctx, t.dV, ctx.sP, sdO, plan.column_parts[1])
-        _accumulate_shared(ctx, t.dK, ctx.sdS, sQ, plan.column_parts[0])
+        _accumulate_shared(ctx, t.dV, ctx.sP, sdO)
+        _accumulate_shared(ctx, t.dK, ctx.sdS, sQ)
 
 
 def _part_to_dk(
@@ -90,21 +90,21 @@ def _part_to_dk(
     sQ, sdO = ctx.sQ[None, None, stage], ctx.sdO[None, None, stage]
     S, dP = (make_sums(plan, plan.part_queries, plan.key_mmas, filled=False) for _ in range(2))
     mmas = range(plan.key_mmas)
-    _scores(ctx, own, S, ctx.sK, sQ, plan.D, plan.column_parts[0])
+    _scores(ctx, own, S, ctx.sK, sQ, plan.D)
     probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], m, mask[m], stage) for m in mmas]
     if plan.features.dropout and plan.generates_by_parts:
         generate_keep_bits(ctx, work, own)
     keep_bits = take_keep_bits(ctx, own)
-    _scores(ctx, own, dP, ctx.sV, sdO, plan.Dv, plan.column_parts[1])
+    _scores(ctx, own, dP, ctx.sV, sdO, plan.Dv)
     P = [dropped(ctx, probs[m], keep_bits, m) for m in mmas]
     if plan.shares_weights:
         _store(ctx, own, P, ctx.sP)
     else:
-        _accumulate(ctx, own, t.dV, P, sdO, plan.column_parts[1])
+        _accumulate(ctx, own, t.dV, P, sdO)
     dS = [differentiate(ctx, work.of_mma(m), own, probs[m], S[m], dP[m], keep_bits, stage, m) for m in mmas]
     _store(ctx, own, dS, ctx.sdS)
     if not plan.shares_weights:
-        _accumulate(ctx, own, t.dK, dS, sQ, plan.column_parts[0])
+        _accumulate(ctx, own, t.dK, dS, sQ)
 
 
 def _scores(
@@ -114,19 +114,15 @@ def _scores(
     of_keys: cute.Tensor,
     of_queries: cute.Tensor,
     D: int,
-    columns: int,
 ) -> None:
-    """Products of the warp's keys with a part of the queries for which it computes scores.
-
-    columns: those that are an operand of their own, here and below.
-    """
+    """Products of the warp's keys with a part of the queries for which it computes scores."""
     plan, key, query = ctx.plan, first_key(ctx), ctx.column_warp * ctx.plan.own_queries
     if plan.is_float32:
         keys, queries = warp_tf32.Rows(of_keys, key), warp_tf32.Rows(of_queries, query)
         warp_tf32.scores(S, keys, queries, ctx.lane, plan.tf32_method)
     else:
-        keys = warp_mma.left(of_keys, key, ctx.lane, part=columns)
-        queries = warp_mma.right(of_queries, query, ctx.lane, part=columns)
+        keys = warp_mma.left(of_keys, key, ctx.lane)
+        queries = warp_mma.right(of_queries, query, ctx.lane)
         queries = queries.below(own.part * plan.part_queries)
         is_looped = plan.config.scores_by_parts and of_keys is ctx.sK
         (warp_mma.scores_by_halves if is_looped else warp_mma.scores)(S, keys, queries, D)
@@ -140,7 +136,8 @@ def _store(ctx: Context, own: BlockState, weights: list[cute.Tensor], target: cu
             row = ctx.column_warp * plan.own_queries
             warp_tf32.store_columns(numbers, target, row, first_key(ctx), ctx.lane)
         elif plan.stores_by_address:
-            to = warp_mma.target(target, first_key(ctx), ctx.lane, first_query(ctx, own), plan.part_queries)
+            column, part = first_query(ctx, own), plan.part_queries
+            to = warp_mma.target(target, first_key(ctx), ctx.lane, column=column, part=part)
             to.write(numbers, m * warp_mma.ROWS)
         else:
             tiler, column = (warp_mma.ROWS, plan.part_queries), ctx.column_warp * plan.query_parts + own.part
@@ -154,7 +151,6 @@ def _accumulate(
     sums: tuple,
     weights: list[cute.Tensor],
     rows: cute.Tensor,
-    columns: int,
 ) -> None:
     """Add the products of a part of the warp's weights, from registers, with rows of queries."""
     plan = ctx.plan
@@ -163,12 +159,12 @@ def _accumulate(
         right = warp_tf32.Columns(rows, Int32(0))
         warp_tf32.accumulate(sums, (), left, right, ctx.lane, plan.tf32_method)
     else:
-        right = warp_mma.right(rows, Int32(0), ctx.lane, part=columns, transposed=True)
+        right = warp_mma.right(rows, Int32(0), ctx.lane, transposed=True)
         right = right.below(own.part * plan.part_queries)
         warp_mma.accumulate(sums, warp_mma.from_registers(weights), right, plan.part_queries)
 
 
-def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cute.Tensor, part: int) -> None:
+def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cute.Tensor) -> None:
     """Add the products of the warp's keys' weights, in SMEM, with the warp's columns of rows of queries."""
     plan = ctx.plan
     if plan.is_float32:
@@ -177,9 +173,8 @@ def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cu
         right = warp_tf32.Columns(rows, ctx.column_warp * columns)
         warp_tf32.accumulate(sums, (), (left,), right, ctx.lane, plan.tf32_method)
     else:
-        column = ctx.column_warp * (cute.size(rows, mode=[1]) // plan.column_warps)
         left = warp_mma.left(weights, first_key(ctx), ctx.lane, part=plan.part_queries)
-        right = warp_mma.right(rows, Int32(0), ctx.lane, column=column, part=part, transposed=True)
+        right = warp_mma.right(rows, Int32(0), ctx.lane, share=ctx.column_share, transposed=True)
         warp_mma.accumulate(sums, warp_mma.from_smem(left, plan.key_mmas), right, plan.queries)
 
 

@@ -24,6 +24,7 @@ from ...common import dropout, warp_mma, warp_tf32
 from ...common.bwd.dq_blocks import DqBlocks, sums_of
 from ...common.bwd.plan import BackwardPlan
 from ...common.host import NUMERIC
+from ...common.smem_layouts import chunk_of
 from ...common.warps import WARP
 from ..registers import Registers, registers_of_threads
 
@@ -65,14 +66,16 @@ class Plan(BackwardPlan):
         return 2 * columns if self.is_float32 else columns
 
     @property
-    def column_parts(self) -> tuple[int, int]:
-        """Columns of Q and K, and of dO and V, that are an operand of their own."""
-        return tuple(n // parts for n, parts in zip((self.D, self.Dv), self.parts, strict=True))
+    def dq_chunk(self) -> int:
+        """Columns of dQ of which each of `dq_warps` has an equal part: those of a chunk of K, but all of
+        float32 numbers.
+        """
+        return self.D if self.is_float32 else chunk_of(self.D)
 
     @property
-    def parts(self) -> tuple[int, int]:
-        """Parts of the columns of Q and K, and of dO and V, that have layouts of their own."""
-        return (1, 1) if self.is_float32 else (self.config.q_parts, self.column_warps)
+    def dq_own(self) -> int:
+        """Columns of these that are a warp's."""
+        return self.dq_chunk // self.config.dq_warps
 
     @property
     def mask_bytes(self) -> int:
