@@ -82,7 +82,9 @@ class Matrix(NamedTuple):
         return self._replace(address=self.address + row * (2 * self.chunk))
 
     def read(self, row: int, column: int) -> tuple[Uint32, ...]:
-        """The lane's words of 16 rows and columns as they lie in SMEM, from these multiples of 16 on."""
+        """The lane's words of 16 rows and columns as they lie in SMEM, from these multiples of 16 on; or of
+        32 rows and 8 columns, if the share has no more of a chunk.
+        """
         chunk, inside = divmod(column, self.own)
         offset = (chunk * self.rows + row) * 2 * self.chunk
         turn = ".trans" if self.transposed else ""
@@ -109,19 +111,23 @@ def operand(
 
     The rows of a left operand are those of the product, those of a right one its columns.
 
-    share: the columns that the operand has, all if None.
+    share: the columns that the operand has, all if None; 8 of a chunk only if it is a transposed right one.
     part: columns that are an operand of their own in the stage's layout.
     transposed: the operand's rows are the stage's columns.
     """
-    # The second matrix of an ldmatrix is 8 rows on and the third one 8 columns, or the other way round.
-    eight, further = lane // 8 % 2, lane // 16
-    down, across = (eight, further) if is_left != transposed else (further, eight)
     rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
     chunk = own = chunk_of(part or columns)
     if share is not None:
         own = chunk // share.count
         column = share.index * own
-    address = vector_address(stage, row + lane % 8 + down * 8, column // 8 + across, part)
+    if own % 16:
+        place = lane, 0
+    else:
+        # The second matrix of an ldmatrix is 8 rows on and the third one 8 columns, or the other way round.
+        eight, further = lane // 8 % 2, lane // 16
+        down, across = (eight, further) if is_left != transposed else (further, eight)
+        place = lane % 8 + down * 8, across
+    address = vector_address(stage, row + place[0], column // 8 + place[1], part)
     return Matrix(address, rows, chunk, transposed, stage.element_type, own)
 
 
@@ -187,15 +193,30 @@ def _add_scores(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: int) -> Non
     for d in range(0, D, 16):
         a = [q.read(ROWS * m, d) for m in range(len(S))]
         for n in range(_columns_of(S[0]) // 16):
-            _multiply(S, a, k.read(16 * n, d), n, k.dtype)
+            _multiply_pair(S, a, k.read(16 * n, d), n, k.dtype)
 
 
 def accumulate(sums: tuple[cute.Tensor, ...], P: Callable[[int], Sequence], v: Matrix, keys: int) -> None:
     """sums += P V, for V (keys, columns), transposed; P(k) are the words of 16 keys for each of the sums."""
+    if v.own % 16:
+        _accumulate_eights(sums, P, v, keys)
+        return
     for k in range(keys // 16):
         a = P(k)
         for n in range(_columns_of(sums[0]) // 16):
-            _multiply(sums, a, v.read(16 * k, 16 * n), n, v.dtype)
+            _multiply_pair(sums, a, v.read(16 * k, 16 * n), n, v.dtype)
+
+
+def _accumulate_eights(
+    sums: tuple[cute.Tensor, ...], P: Callable[[int], Sequence], v: Matrix, keys: int
+) -> None:
+    """`accumulate` for a share of eight columns of each chunk: an ldmatrix brings those of 32 keys."""
+    for k in range(0, keys // 16, 2):
+        a = P(k), P(k + 1)
+        for n in range(_columns_of(sums[0]) // 8):
+            b = v.read(16 * k, 8 * n)
+            for i in range(2):
+                _multiply(sums, a[i], b[2 * i : 2 * i + 2], n, v.dtype)
 
 
 def from_smem(a: Matrix, count: int) -> Callable[[int], Sequence]:
@@ -216,21 +237,28 @@ def _columns_of(accumulator: cute.Tensor) -> int:
     return cute.size(accumulator) * 32 // ROWS
 
 
-def _multiply(sums: tuple[cute.Tensor, ...], a: Sequence, b: tuple[Uint32, ...], n: int, dtype: type) -> None:
+def _multiply_pair(
+    sums: tuple[cute.Tensor, ...], a: Sequence, b: tuple[Uint32, ...], n: int, dtype: type
+) -> None:
     """Add the products with the n-th 16 columns, as many as an ldmatrix brings."""
-    kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
     for i in range(2):
-        for accumulator, words in zip(sums, a, strict=True):
-            own = cute.make_tensor(accumulator.iterator + 4 * (2 * n + i), cute.make_layout(4))
-            added = cute.arch.inline_ptx(
-                f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-                " { {$w0}, {$w1}, {$w2}, {$w3} }, { {$r0}, {$r1}, {$r2}, {$r3} },"
-                " { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };",
-                write_only_types=[Float32] * 4,
-                read_only_args=[*words, *b[2 * i : 2 * i + 2], *(own[j] for j in range(4))],
-            )
-            for j in range(4):
-                own[j] = added[j]
+        _multiply(sums, a, b[2 * i : 2 * i + 2], 2 * n + i, dtype)
+
+
+def _multiply(sums: tuple[cute.Tensor, ...], a: Sequence, b: tuple[Uint32, ...], n: int, dtype: type) -> None:
+    """Add the products with the n-th 8 columns."""
+    kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
+    for accumulator, words in zip(sums, a, strict=True):
+        own = cute.make_tensor(accumulator.iterator + 4 * n, cute.make_layout(4))
+        added = cute.arch.inline_ptx(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+            " { {$w0}, {$w1}, {$w2}, {$w3} }, { {$r0}, {$r1}, {$r2}, {$r3} },"
+            " { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };",
+            write_only_types=[Float32] * 4,
+            read_only_args=[*words, *b, *(own[j] for j in range(4))],
+        )
+        for j in range(4):
+            own[j] = added[j]
 
 
 class Target(NamedTuple):

@@ -21,16 +21,18 @@ _FLOAT = 4
 
 @cute.jit
 def add_dq(ctx: Context, work: TileState, own: BlockState) -> None:
-    """dQ += dS K, of which the warp has 16 rows, or some columns of them."""
+    """dQ += dS K, of which the warp has some rows, or some columns of them."""
     plan, block = ctx.plan, _block_index(ctx, own)
-    strip, share = ctx.warp % plan.dq_strips, ctx.warp // plan.dq_strips
+    row_groups = plan.queries // plan.dq_rows
+    strip, share = ctx.warp % row_groups * plan.dq_row_mmas, ctx.warp // row_groups
     if cutlass.const_expr(plan.features.deterministic):
         dQ = _products(ctx, strip, share, Int32(0), plan.dq_columns)
         step = dq_semaphore.step_of(ctx, work.order, own.n, block, True)
         if (ctx.warp == 0) & (ctx.lane == 0):
             dq_semaphore.spin(step.address, step.awaited)
         cute.arch.sync_threads()
-        _add(ctx, dQ, block, strip, share, Int32(0))
+        for m in cutlass.range_constexpr(plan.dq_row_mmas):
+            _add(ctx, dQ[m], block, strip + m, share, Int32(0))
         cute.arch.sync_threads()
         if (ctx.warp == 0) & (ctx.lane == 0):
             # All pieces at once.
@@ -39,20 +41,22 @@ def add_dq(ctx: Context, work: TileState, own: BlockState) -> None:
         each = plan.dq_columns_at_once
         # A loop, so that ptxas does not compute all columns before it adds the first ones.
         for k in cutlass.range(plan.dq_columns // each, unroll=1):
-            _add(ctx, _products(ctx, strip, share, k, each), block, strip, share, k)
+            dQ = _products(ctx, strip, share, k, each)
+            for m in cutlass.range_constexpr(plan.dq_row_mmas):
+                _add(ctx, dQ[m], block, strip + m, share, k)
 
 
-def _products(ctx: Context, strip: Int32, share: Int32, k: Int32, columns: int) -> cute.Tensor:
-    """dS K: 16 rows of dQ, and the k-th so many of the warp's columns."""
+def _products(ctx: Context, strip: Int32, share: Int32, k: Int32, columns: int) -> tuple[cute.Tensor, ...]:
+    """dS K: the warp's rows of dQ, and the k-th so many of its columns."""
     plan = ctx.plan
-    dQ = make_sums(plan, columns)
+    dQ = make_sums(plan, columns, plan.dq_row_mmas)
     if plan.is_float32:
         dS = warp_tf32.from_rows(warp_tf32.Rows(ctx.sdS, strip * warp_mma.ROWS), ctx.lane)
         keys = warp_tf32.Columns(ctx.sK, share * plan.dq_columns)
         warp_tf32.accumulate(dQ, (), (dS,), keys, ctx.lane, plan.tf32_method)
     else:
         _accumulate(ctx, dQ, strip, share, k)
-    return dQ[0]
+    return dQ
 
 
 @cute.jit
@@ -73,7 +77,7 @@ def _accumulate(ctx: Context, dQ: tuple[cute.Tensor, ...], strip: Int32, share: 
 def _add_keys(dQ: tuple, dS: warp_mma.Matrix, keys: warp_mma.Matrix, i: Int32, count: int) -> None:
     """Add the products of the i-th so many keys."""
     dS, keys = (x.below(i * count) for x in (dS, keys))
-    warp_mma.accumulate(dQ, warp_mma.from_smem(dS, 1), keys, count)
+    warp_mma.accumulate(dQ, warp_mma.from_smem(dS, len(dQ)), keys, count)
 
 
 @cute.jit

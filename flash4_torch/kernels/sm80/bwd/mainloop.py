@@ -43,12 +43,14 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
     for i in cutlass.range_constexpr(ahead):
         load_rows(ctx, tile, blocks[i], Int32(i), count, Int32(i))
         cute.arch.cp_async_commit_group()
+    if cutlass.const_expr(plan.generates_ahead):
+        generate_keep_bits(ctx, work, _own(ctx, work, blocks[0]))
     stage, freed = Int32(0), Int32(plan.stages - 1)
     for i in cutlass.range(count, unroll=1):
         block = blocks[0]
-        own = BlockState(tile, head_of(ctx, work, block), block.n)
+        own = _own(ctx, work, block)
         mask = [mask_words(ctx, work.of_mma(m), own) for m in range(plan.key_mmas)]
-        if cutlass.const_expr(plan.features.dropout and not plan.generates_by_parts):
+        if cutlass.const_expr(plan.generates_under_wait):
             generate_keep_bits(ctx, work, own)
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
         # The block is there, and all warps have used dS, Q and dO of the one before.
@@ -56,7 +58,7 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         if cutlass.const_expr(plan.stages > 1):
             load_rows(ctx, tile, blocks[-1], i + ahead, count, freed)
             cute.arch.cp_async_commit_group()
-        _to_dk(ctx, t, work, block, own, mask, stage)
+        _to_dk(ctx, t, work, blocks, own, mask, stage)
         if cutlass.const_expr(plan.stages == 1):
             if cutlass.const_expr(plan.shares_weights):
                 cute.arch.sync_threads()
@@ -67,19 +69,29 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         blocks = (*blocks[1:], _next_block(ctx, work, blocks[-1]))
 
 
+def _own(ctx: Context, work: TileState, block: Block) -> BlockState:
+    """A block of the tile."""
+    return BlockState(work.tile, head_of(ctx, work, block), block.n)
+
+
 @cute.jit
 def _to_dk(
-    ctx: Context, t: Thread, work: TileState, block: Block, own: BlockState, mask: list, stage: Int32
+    ctx: Context, t: Thread, work: TileState, blocks: tuple, own: BlockState, mask: list, stage: Int32
 ) -> None:
-    """A block's share of dV and dK. At the end dS is in SMEM; Q and dO have been used, if no warps share."""
+    """The first block's share of dV and dK. At the end dS is in SMEM; Q and dO have been used, if no warps
+    share.
+    """
     plan = ctx.plan
     for part in cutlass.range(plan.query_parts, unroll=1):
-        _part_to_dk(ctx, t, work, block, own._replace(part=part), mask, stage)
+        _part_to_dk(ctx, t, work, blocks[0], own._replace(part=part), mask, stage)
     cute.arch.sync_threads()
     if cutlass.const_expr(plan.shares_weights):
-        sQ, sdO = ctx.sQ[None, None, stage], ctx.sdO[None, None, stage]
-        _accumulate_shared(ctx, t.dV, ctx.sP, sdO)
-        _accumulate_shared(ctx, t.dK, ctx.sdS, sQ)
+        _accumulate_shared(ctx, t.dV, ctx.sP, ctx.sdO[None, None, stage])
+    if cutlass.const_expr(plan.generates_ahead):
+        # Those of the last block are of no use.
+        generate_keep_bits(ctx, work, _own(ctx, work, blocks[1]))
+    if cutlass.const_expr(plan.shares_weights):
+        _accumulate_shared(ctx, t.dK, ctx.sdS, ctx.sQ[None, None, stage])
 
 
 def _part_to_dk(
@@ -99,11 +111,11 @@ def _part_to_dk(
     P = [dropped(ctx, probs[m], keep_bits, m) for m in mmas]
     if plan.shares_weights:
         _store(ctx, own, P, ctx.sP)
-    else:
+    if plan.own_in_regs:
         _accumulate(ctx, own, t.dV, P, sdO)
     dS = [differentiate(ctx, work.of_mma(m), own, probs[m], S[m], dP[m], keep_bits, stage, m) for m in mmas]
     _store(ctx, own, dS, ctx.sdS)
-    if not plan.shares_weights:
+    if plan.own_in_regs:
         _accumulate(ctx, own, t.dK, dS, sQ)
 
 
@@ -159,13 +171,16 @@ def _accumulate(
         right = warp_tf32.Columns(rows, Int32(0))
         warp_tf32.accumulate(sums, (), left, right, ctx.lane, plan.tf32_method)
     else:
-        right = warp_mma.right(rows, Int32(0), ctx.lane, transposed=True)
+        query = ctx.column_warp * plan.own_queries
+        right = warp_mma.right(rows, query, ctx.lane, share=ctx.column_share, transposed=True)
         right = right.below(own.part * plan.part_queries)
         warp_mma.accumulate(sums, warp_mma.from_registers(weights), right, plan.part_queries)
 
 
 def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cute.Tensor) -> None:
-    """Add the products of the warp's keys' weights, in SMEM, with the warp's columns of rows of queries."""
+    """Add the products of the warp's keys' weights, in SMEM, with the warp's columns of rows of queries: of
+    all queries, or those of other warps.
+    """
     plan = ctx.plan
     if plan.is_float32:
         left = warp_tf32.from_columns(weights, first_key(ctx), ctx.lane)
@@ -173,9 +188,14 @@ def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cu
         right = warp_tf32.Columns(rows, ctx.column_warp * columns)
         warp_tf32.accumulate(sums, (), (left,), right, ctx.lane, plan.tf32_method)
     else:
-        left = warp_mma.left(weights, first_key(ctx), ctx.lane, part=plan.part_queries)
-        right = warp_mma.right(rows, Int32(0), ctx.lane, share=ctx.column_share, transposed=True)
-        warp_mma.accumulate(sums, warp_mma.from_smem(left, plan.key_mmas), right, plan.queries)
+        queries, firsts = plan.queries, [Int32(0)]
+        if plan.own_in_regs:
+            queries = plan.own_queries
+            firsts = [(ctx.column_warp ^ n) * queries for n in range(1, plan.column_warps)]
+        for first in firsts:
+            left = warp_mma.left(weights, first_key(ctx), ctx.lane, column=first, part=plan.part_queries)
+            right = warp_mma.right(rows, first, ctx.lane, share=ctx.column_share, transposed=True)
+            warp_mma.accumulate(sums, warp_mma.from_smem(left, plan.key_mmas), right, queries)
 
 
 @cute.jit
