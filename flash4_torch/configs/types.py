@@ -377,6 +377,9 @@ class Sm80Backward(NamedTuple):
     own_in_regs: bool = False
     """Each of several `column_warps` has its own P and dS as operands of dV and dK from registers, before the
     barrier, and reads the others' from SMEM, behind it. Not for float32."""
+    copies_after_scores: bool = False
+    """The next block's Q and dO are copied after a block's S, whose MMAs then begin at once. Not with one
+    stage, nor with `query_parts`."""
     dq_row_mmas: int = 1
     """MMAs of 16 rows of dQ side by side that a warp has: what it reads of K serves them all."""
     scores_by_parts: bool = False

@@ -88,6 +88,9 @@ STATICS = {
     "two MMAs, alone": static(40, 64, (4, 1, 64, 2), "float16", key_mmas=2, ragged_k=False, **CAUSAL),
     "own in registers": static(128, 96, (8, 2, 64, 2), key_mmas=2, **OWN, **CAUSAL),
     "own in registers, eights": static(96, 128, (8, 2, 64, 2), "float16", key_mmas=2, **OWN, ragged_k=False),
+    "own in registers, copies after S": static(
+        80, 96, (8, 2, 64, 2), key_mmas=2, copies_after_scores=True, **OWN, **WINDOW
+    ),
     "own in registers, dropout": static(80, 96, (8, 2, 64, 2), key_mmas=2, dropout=True, **OWN, **WINDOW),
     "own in registers, in order": static(
         96, 40, (8, 2, 64, 1), "float16", key_mmas=2, deterministic=True, varlen=True, **OWN, **CAUSAL

@@ -13,7 +13,7 @@ from ...common.warps import WARP
 from ..rows import BYTES, Sequence, Visit, load_block
 from .context import Context
 from .mask_tile import load_mask
-from .state import Block
+from .state import Copy
 
 _VECTOR = BYTES // 4
 """Statistics of a vector."""
@@ -30,8 +30,9 @@ def load_kv(ctx: Context, tile: Tile) -> None:
 
 
 @cute.jit
-def load_rows(ctx: Context, tile: Tile, block: Block, i: Int32, count: Int32, stage: Int32) -> None:
-    """Start to copy a block of Q and dO, the i-th, if there are more than i; rows after the last become 0."""
+def load_rows(ctx: Context, tile: Tile, copy: Copy) -> None:
+    """Start to copy a block of Q and dO, if the tile has it: a group; rows after the last become 0."""
+    block, i, count, stage = copy
     plan, f, visit = ctx.plan, ctx.plan.features, Visit(i, count)
     head = tile.kv_head * tiles.group(ctx) + block.h
     where = tile.q_offset, tile.Sq, head, batch_of(ctx, tile.batch)
@@ -43,6 +44,7 @@ def load_rows(ctx: Context, tile: Tile, block: Block, i: Int32, count: Int32, st
     _load_statistics(ctx, tile, head, block.n, visit, stage)
     if cutlass.const_expr(f.float_mask):
         load_mask(ctx, tile, head, block, visit, stage)
+    cute.arch.cp_async_commit_group()
 
 
 @cute.jit

@@ -12,7 +12,7 @@ from ...common.bwd.tiles import Tile
 from .context import Context
 from .dq_sums import add_dq
 from .load import load_kv, load_rows
-from .state import Block, BlockState, Thread, TileState, make_sums
+from .state import Block, BlockState, Copy, Thread, TileState, make_sums
 from .weights import (
     differentiate,
     dropped,
@@ -41,8 +41,7 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         blocks = (*blocks, _next_block(ctx, work, blocks[-1]))
     load_kv(ctx, tile)
     for i in cutlass.range_constexpr(ahead):
-        load_rows(ctx, tile, blocks[i], Int32(i), count, Int32(i))
-        cute.arch.cp_async_commit_group()
+        load_rows(ctx, tile, Copy(blocks[i], Int32(i), count, Int32(i)))
     if cutlass.const_expr(plan.generates_ahead):
         generate_keep_bits(ctx, work, _own(ctx, work, blocks[0]))
     stage, freed = Int32(0), Int32(plan.stages - 1)
@@ -55,15 +54,14 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
         # The block is there, and all warps have used dS, Q and dO of the one before.
         cute.arch.sync_threads()
-        if cutlass.const_expr(plan.stages > 1):
-            load_rows(ctx, tile, blocks[-1], i + ahead, count, freed)
-            cute.arch.cp_async_commit_group()
-        _to_dk(ctx, t, work, blocks, own, mask, stage)
+        copy = Copy(blocks[-1], i + ahead, count, freed if plan.stages > 1 else stage)
+        if cutlass.const_expr(plan.stages > 1 and not plan.config.copies_after_scores):
+            load_rows(ctx, tile, copy)
+        _to_dk(ctx, t, work, blocks, own, mask, stage, copy)
         if cutlass.const_expr(plan.stages == 1):
             if cutlass.const_expr(plan.shares_weights):
                 cute.arch.sync_threads()
-            load_rows(ctx, tile, blocks[-1], i + ahead, count, stage)
-            cute.arch.cp_async_commit_group()
+            load_rows(ctx, tile, copy)
         add_dq(ctx, work, own)
         freed, stage = stage, Int32(0) if stage + 1 == plan.stages else stage + 1
         blocks = (*blocks[1:], _next_block(ctx, work, blocks[-1]))
@@ -76,14 +74,21 @@ def _own(ctx: Context, work: TileState, block: Block) -> BlockState:
 
 @cute.jit
 def _to_dk(
-    ctx: Context, t: Thread, work: TileState, blocks: tuple, own: BlockState, mask: list, stage: Int32
+    ctx: Context,
+    t: Thread,
+    work: TileState,
+    blocks: tuple,
+    own: BlockState,
+    mask: list,
+    stage: Int32,
+    copy: Copy,
 ) -> None:
     """The first block's share of dV and dK. At the end dS is in SMEM; Q and dO have been used, if no warps
     share.
     """
     plan = ctx.plan
     for part in cutlass.range(plan.query_parts, unroll=1):
-        _part_to_dk(ctx, t, work, blocks[0], own._replace(part=part), mask, stage)
+        _part_to_dk(ctx, t, work, blocks[0], own._replace(part=part), mask, stage, copy)
     cute.arch.sync_threads()
     if cutlass.const_expr(plan.shares_weights):
         _accumulate_shared(ctx, t.dV, ctx.sP, ctx.sdO[None, None, stage])
@@ -95,7 +100,14 @@ def _to_dk(
 
 
 def _part_to_dk(
-    ctx: Context, t: Thread, work: TileState, block: Block, own: BlockState, mask: list, stage: Int32
+    ctx: Context,
+    t: Thread,
+    work: TileState,
+    block: Block,
+    own: BlockState,
+    mask: list,
+    stage: Int32,
+    copy: Copy,
 ) -> None:
     """A part's dS, and P where warps share keys, to SMEM; its share of dV and dK where they do not."""
     plan = ctx.plan
@@ -103,6 +115,8 @@ def _part_to_dk(
     S, dP = (make_sums(plan, plan.part_queries, plan.key_mmas, filled=False) for _ in range(2))
     mmas = range(plan.key_mmas)
     _scores(ctx, own, S, ctx.sK, sQ, plan.D)
+    if plan.config.copies_after_scores:
+        load_rows(ctx, work.tile, copy)
     probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], m, mask[m], stage) for m in mmas]
     if plan.features.dropout and plan.generates_by_parts:
         generate_keep_bits(ctx, work, own)

@@ -254,5 +254,6 @@ class Plan(BackwardPlan):
         assert c.query_parts == 1 or not f.dropout or strips % 2 == 0, "a word has bits of two strips"
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert not (c.own_in_regs and f.is_float32)
+        assert not c.copies_after_scores or (c.stages > 1 and c.query_parts == 1)
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)
