@@ -42,7 +42,9 @@ class Row(NamedTuple):
 
 
 _Tiles = Sm80Backward
-_PARTS = _Tiles(4, 1, 64, 2, key_mmas=2, query_parts=2)
+_PARTS = _Tiles(4, 1, 64, 2, key_mmas=2, query_parts=2, dq_row_mmas=2)
+_TWO_MMAS = _Tiles(8, 2, 64, 2, key_mmas=2)
+_OWN_IN_REGS = _TWO_MMAS._replace(own_in_regs=True, dq_row_mmas=2)
 
 # fmt: off
 _TABLE = (
@@ -55,12 +57,17 @@ _TABLE = (
     Row(64, 64, _Tiles(4, 1, 64, 2), "56 KiB: two CTAs to an SM; on an H200 1.01 to 1.08 times as fast",
         LARGE_BYTES),
     Row(64, 64, _Tiles(8, 1, 64, 2), "80 KiB: 128 keys for each block of rows, two warps a tensor core"),
-    Row(64, 64, _Tiles(8, 2, 64, 2, key_mmas=2),
+    Row(64, 64, _TWO_MMAS,
         "masks, 98 to 162 KiB: of 64 queries and keys 320 ldmatrix, where 16 keys to a warp have 496"),
     Row(64, 64, _Tiles(8, 2, 64, 2), "features that need registers: 2 to 31 spills with 128 keys"),
-    Row(128, 128, _Tiles(8, 2, 64, 2, key_mmas=2),
-        "162 KiB: Q and dO are read for 32 keys; on an H200 1.24 to 1.46 times as fast as for 16"),
-    Row(128, 128, _Tiles(8, 2, 64, 1, key_mmas=2),
+    Row(128, 128, _OWN_IN_REGS._replace(copies_after_scores=True),
+        "162 KiB, as the next one; S begins at once behind the barrier; with dropout 2 spills for sm_90a"),
+    Row(128, 128, _OWN_IN_REGS,
+        "162 KiB: a warp has 136 ldmatrix a block at D 128, 108 at D 96; with its own P and dS from SMEM, "
+        "and 16 rows of dQ, 160 and 120"),
+    Row(128, 128, _TWO_MMAS,
+        "what spills then: Q and dO are read for 32 keys; on an H200 1.24 to 1.46 times as fast as for 16"),
+    Row(128, 128, _TWO_MMAS._replace(stages=1),
         "floating masks, 145 KiB: of 64 queries and keys 656 ldmatrix, where 16 keys to a warp have 880",
         LARGE_BYTES),
     Row(128, 128, _Tiles(8, 2, 64, 2), "112 KiB; with 16 keys to a warp, 4 to 62 spills from 96 columns on"),
@@ -112,7 +119,7 @@ class Table(NamedTuple):
         config = self.config(features, ragged_k=False)
         if is_ragged(config):
             config = self.config(features)
-        return _with_tail(config, is_ragged(config))
+        return _with_tail(features, config, is_ragged(config))
 
     def row(self, features: Features, kv_head_rows: int = 0) -> Row:
         """The row that serves a call."""
@@ -126,11 +133,11 @@ class Table(NamedTuple):
     def reachable(self, features: Features, group: int | None = None) -> tuple[Sm80Backward, ...]:
         """Every config that `backward` returns for some sizes."""
         ragged = self.config(features)
-        configs = [_with_tail(ragged, True)]
+        configs = [_with_tail(features, ragged, True)]
         if features.right or not features.varlen:
             even = self.config(features, ragged_k=False)
             # Keys of a ragged tile may fill smaller ones.
-            configs = [_with_tail(even, False), _with_tail(ragged, False), *configs]
+            configs = [_with_tail(features, c, False) for c in (even, ragged)] + configs
         return tuple(dict.fromkeys(configs))
 
     def section(self, features: Features, config: Sm80Backward, work: Workload) -> Section:
@@ -201,11 +208,13 @@ def _mask_spills(features: Features) -> bool:
     return 64 < widest <= 128 and (words or f.mask == "float32" or (f.dmask and f.left))
 
 
-def _with_tail(config: Sm80Backward, ragged_k: bool) -> Sm80Backward:
-    """The config for a ragged Sk or not. Queries in parts without the loop have one kernel for both: without
-    `ragged_k` it spills 8 times for sm_80.
+def _with_tail(features: Features, config: Sm80Backward, ragged_k: bool) -> Sm80Backward:
+    """The config for a ragged Sk or not. Queries in parts without the loop have one kernel for both, and so
+    have packed sequences with `own_in_regs`: without `ragged_k` they spill 8 and 2 times for sm_80.
     """
-    always = config.query_parts > 1 and not config.scores_by_parts
+    always = (config.query_parts > 1 and not config.scores_by_parts) or (
+        config.own_in_regs and features.varlen
+    )
     return config._replace(ragged_k=ragged_k or always)
 
 
@@ -225,6 +234,16 @@ def _parts_have_registers(features: Features, config: Sm80Backward) -> bool:
     return c.scores_by_parts or not (f.left or f.right or f.varlen)
 
 
+def _own_has_registers(features: Features, config: Sm80Backward) -> bool:
+    """Whether a warp's own P and dS have registers where several warps share keys: 6 to 424 spills at D 128
+    otherwise.
+    """
+    f = features
+    has_band = f.left or f.right
+    bare = not (f.varlen or f.deterministic or f.dropout_of_part) and (has_band or not config.ragged_k)
+    return not f.mask and (not f.dropout or (bare and not config.copies_after_scores))
+
+
 def has_registers(features: Features, config: Sm80Backward) -> bool:
     """Whether a thread has registers for it.
 
@@ -235,6 +254,8 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
         return not (c.round_weights or (f.softcap and f.dropout))
     if c.query_parts > 1:
         return _parts_have_registers(f, c)
+    if c.own_in_regs and not _own_has_registers(f, c):
+        return False
     rows, shared = 2 * c.queries, c.column_warps
     if c.dq_warps == 1 and f.D > MAX_D_WITH_MORE and (f.mask or f.deterministic or any(f.mods)):
         return False  # dQ takes as many registers as all others together

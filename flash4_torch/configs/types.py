@@ -374,6 +374,14 @@ class Sm80Backward(NamedTuple):
     query_parts: int = 1
     """Parts of a warp's queries of a block, which it works on one after another: S and dP take registers for
     one of them. Not for float32."""
+    own_in_regs: bool = False
+    """Each of several `column_warps` has its own P and dS as operands of dV and dK from registers, before the
+    barrier, and reads the others' from SMEM, behind it. Not for float32."""
+    copies_after_scores: bool = False
+    """The next block's Q and dO are copied after a block's S, whose MMAs then begin at once. Not with one
+    stage, nor with `query_parts`."""
+    dq_row_mmas: int = 1
+    """MMAs of 16 rows of dQ side by side that a warp has: what it reads of K serves them all."""
     scores_by_parts: bool = False
     """S is summed up in a loop over parts of D, so that ptxas reads fewer operands ahead, and spills less."""
 
@@ -419,13 +427,13 @@ class Sm80Backward(NamedTuple):
 
     @property
     def dq_warps(self) -> int:
-        """Warps that share 16 rows of dQ: each has some columns."""
-        return 16 * self.warps // self.queries
+        """Warps that share their rows of dQ: each has some columns."""
+        return 16 * self.dq_row_mmas * self.warps // self.queries
 
     @property
     def q_parts(self) -> int:
-        """Parts of the columns of Q and K, each of which is an operand of its own."""
-        return max(self.column_warps, self.dq_warps)
+        """Parts of the columns of Q and K, which are padded to whole MMAs for each."""
+        return max(self.column_warps, self.dq_warps // self.dq_row_mmas)
 
     @property
     def dq_pieces(self) -> int:

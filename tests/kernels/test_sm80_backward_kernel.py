@@ -31,6 +31,7 @@ CAUSAL = {"right": True}
 WINDOW = {"left": True, "right": True}
 SOFTCAP = {"softcap": True, "scaled": True}
 ROUNDED = {"round_weights": True}
+OWN = {"own_in_regs": True, "dq_row_mmas": 2}
 # (warps, column warps, queries, stages)
 STATICS = {
     "full": static(64, 64, (8, 1, 64, 2)),
@@ -85,6 +86,20 @@ STATICS = {
         128, 200, (8, 4, 64, 1), "float16", key_mmas=2, mask="float32", scaled=True, dmask=True
     ),
     "two MMAs, alone": static(40, 64, (4, 1, 64, 2), "float16", key_mmas=2, ragged_k=False, **CAUSAL),
+    "own in registers": static(128, 96, (8, 2, 64, 2), key_mmas=2, **OWN, **CAUSAL),
+    "own in registers, eights": static(96, 128, (8, 2, 64, 2), "float16", key_mmas=2, **OWN, ragged_k=False),
+    "own in registers, copies after S": static(
+        80, 96, (8, 2, 64, 2), key_mmas=2, copies_after_scores=True, **OWN, **WINDOW
+    ),
+    "own in registers, dropout": static(80, 96, (8, 2, 64, 2), key_mmas=2, dropout=True, **OWN, **WINDOW),
+    "own in registers, in order": static(
+        96, 40, (8, 2, 64, 1), "float16", key_mmas=2, deterministic=True, varlen=True, **OWN, **CAUSAL
+    ),
+    "own in registers, four column warps": static(256, 192, (8, 4, 64, 1), key_mmas=2, **OWN),
+    "own in registers, two parts": static(96, 64, (8, 2, 128, 1), query_parts=2, **OWN, **WINDOW),
+    "32 rows of dQ, two parts": static(
+        64, 48, (4, 1, 64, 2), "float16", key_mmas=2, query_parts=2, dq_row_mmas=2, dropout=True
+    ),
     "two parts": static(64, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, scores_by_parts=True, **CAUSAL),
     "two parts, no loop": static(64, 64, (4, 1, 64, 2), "float16", key_mmas=2, query_parts=2),
     "two parts, no loop, packed": static(48, 64, (4, 1, 64, 2), key_mmas=2, query_parts=2, varlen=True),

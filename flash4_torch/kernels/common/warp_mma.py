@@ -49,6 +49,16 @@ def operand_of(rounded: cute.Tensor, columns: int) -> cute.Tensor:
     return cute.make_tensor(rounded.iterator, layout)
 
 
+class Share(NamedTuple):
+    """A warp's columns of a matrix: of every chunk the index-th of `count` equal ranges.
+
+    Whole rows so lie in the widest chunks, and each warp reads all of its columns by one address.
+    """
+
+    index: Int32
+    count: int
+
+
 class Matrix(NamedTuple):
     """A matrix of 16-bit numbers in SMEM, of which a warp reads 16 x 16 at a time.
 
@@ -64,14 +74,18 @@ class Matrix(NamedTuple):
     """Columns of a chunk."""
     transposed: bool
     dtype: type
+    own: int
+    """Columns of a chunk that are the warp's; its next ones are in the next chunk."""
 
     def below(self, row: Int32 | int) -> Matrix:
         """The matrix from a row on, a multiple of 16."""
         return self._replace(address=self.address + row * (2 * self.chunk))
 
     def read(self, row: int, column: int) -> tuple[Uint32, ...]:
-        """The lane's words of 16 rows and columns as they lie in SMEM, from these multiples of 16 on."""
-        chunk, inside = divmod(column, self.chunk)
+        """The lane's words of 16 rows and columns as they lie in SMEM, from these multiples of 16 on; or of
+        32 rows and 8 columns, if the share has no more of a chunk.
+        """
+        chunk, inside = divmod(column, self.own)
         offset = (chunk * self.rows + row) * 2 * self.chunk
         turn = ".trans" if self.transposed else ""
         return cute.arch.inline_ptx(
@@ -89,6 +103,7 @@ def operand(
     *,
     is_left: bool,
     column: Int32 | int = 0,
+    share: Share | None = None,
     part: int | None = None,
     transposed: bool = False,
 ) -> Matrix:
@@ -96,15 +111,24 @@ def operand(
 
     The rows of a left operand are those of the product, those of a right one its columns.
 
+    share: the columns that the operand has, all if None; 8 of a chunk only if it is a transposed right one.
     part: columns that are an operand of their own in the stage's layout.
     transposed: the operand's rows are the stage's columns.
     """
-    # The second matrix of an ldmatrix is 8 rows on and the third one 8 columns, or the other way round.
-    eight, further = lane // 8 % 2, lane // 16
-    down, across = (eight, further) if is_left != transposed else (further, eight)
-    address = vector_address(stage, row + lane % 8 + down * 8, column // 8 + across, part)
     rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
-    return Matrix(address, rows, chunk_of(part or columns), transposed, stage.element_type)
+    chunk = own = chunk_of(part or columns)
+    if share is not None:
+        own = chunk // share.count
+        column = share.index * own
+    if own % 16:
+        place = lane, 0
+    else:
+        # The second matrix of an ldmatrix is 8 rows on and the third one 8 columns, or the other way round.
+        eight, further = lane // 8 % 2, lane // 16
+        down, across = (eight, further) if is_left != transposed else (further, eight)
+        place = lane % 8 + down * 8, across
+    address = vector_address(stage, row + place[0], column // 8 + place[1], part)
+    return Matrix(address, rows, chunk, transposed, stage.element_type, own)
 
 
 left, right = (partial(operand, is_left=is_left) for is_left in (True, False))
@@ -116,6 +140,13 @@ def words_of(rounded: cute.Tensor, k: int) -> tuple[Uint32, ...]:
         cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(rounded))), Uint32
     )
     return tuple(words[4 * k + i] for i in range(4))
+
+
+def columns_from(x: Matrix, i: Int32, columns: int) -> Matrix:
+    """The operand from its i-th so many columns on: whole chunks, or a part of one, a power of 2."""
+    if columns % x.own:
+        return _from_half(x, i, columns)
+    return _from_part(x, i, columns // x.own * x.chunk)
 
 
 def scores(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: int) -> None:
@@ -162,15 +193,30 @@ def _add_scores(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: int) -> Non
     for d in range(0, D, 16):
         a = [q.read(ROWS * m, d) for m in range(len(S))]
         for n in range(_columns_of(S[0]) // 16):
-            _multiply(S, a, k.read(16 * n, d), n, k.dtype)
+            _multiply_pair(S, a, k.read(16 * n, d), n, k.dtype)
 
 
 def accumulate(sums: tuple[cute.Tensor, ...], P: Callable[[int], Sequence], v: Matrix, keys: int) -> None:
     """sums += P V, for V (keys, columns), transposed; P(k) are the words of 16 keys for each of the sums."""
+    if v.own % 16:
+        _accumulate_eights(sums, P, v, keys)
+        return
     for k in range(keys // 16):
         a = P(k)
         for n in range(_columns_of(sums[0]) // 16):
-            _multiply(sums, a, v.read(16 * k, 16 * n), n, v.dtype)
+            _multiply_pair(sums, a, v.read(16 * k, 16 * n), n, v.dtype)
+
+
+def _accumulate_eights(
+    sums: tuple[cute.Tensor, ...], P: Callable[[int], Sequence], v: Matrix, keys: int
+) -> None:
+    """`accumulate` for a share of eight columns of each chunk: an ldmatrix brings those of 32 keys."""
+    for k in range(0, keys // 16, 2):
+        a = P(k), P(k + 1)
+        for n in range(_columns_of(sums[0]) // 8):
+            b = v.read(16 * k, 8 * n)
+            for i in range(2):
+                _multiply(sums, a[i], b[2 * i : 2 * i + 2], n, v.dtype)
 
 
 def from_smem(a: Matrix, count: int) -> Callable[[int], Sequence]:
@@ -191,21 +237,28 @@ def _columns_of(accumulator: cute.Tensor) -> int:
     return cute.size(accumulator) * 32 // ROWS
 
 
-def _multiply(sums: tuple[cute.Tensor, ...], a: Sequence, b: tuple[Uint32, ...], n: int, dtype: type) -> None:
+def _multiply_pair(
+    sums: tuple[cute.Tensor, ...], a: Sequence, b: tuple[Uint32, ...], n: int, dtype: type
+) -> None:
     """Add the products with the n-th 16 columns, as many as an ldmatrix brings."""
-    kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
     for i in range(2):
-        for accumulator, words in zip(sums, a, strict=True):
-            own = cute.make_tensor(accumulator.iterator + 4 * (2 * n + i), cute.make_layout(4))
-            added = cute.arch.inline_ptx(
-                f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-                " { {$w0}, {$w1}, {$w2}, {$w3} }, { {$r0}, {$r1}, {$r2}, {$r3} },"
-                " { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };",
-                write_only_types=[Float32] * 4,
-                read_only_args=[*words, *b[2 * i : 2 * i + 2], *(own[j] for j in range(4))],
-            )
-            for j in range(4):
-                own[j] = added[j]
+        _multiply(sums, a, b[2 * i : 2 * i + 2], 2 * n + i, dtype)
+
+
+def _multiply(sums: tuple[cute.Tensor, ...], a: Sequence, b: tuple[Uint32, ...], n: int, dtype: type) -> None:
+    """Add the products with the n-th 8 columns."""
+    kind = "bf16" if dtype is cutlass.BFloat16 else "f16"
+    for accumulator, words in zip(sums, a, strict=True):
+        own = cute.make_tensor(accumulator.iterator + 4 * n, cute.make_layout(4))
+        added = cute.arch.inline_ptx(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+            " { {$w0}, {$w1}, {$w2}, {$w3} }, { {$r0}, {$r1}, {$r2}, {$r3} },"
+            " { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };",
+            write_only_types=[Float32] * 4,
+            read_only_args=[*words, *b, *(own[j] for j in range(4))],
+        )
+        for j in range(4):
+            own[j] = added[j]
 
 
 class Target(NamedTuple):
@@ -220,6 +273,8 @@ class Target(NamedTuple):
     """Rows of a chunk."""
     chunk: int
     """Columns of a chunk."""
+    own: int
+    """Columns of a chunk that are the warp's."""
 
     def write(self, rounded: cute.Tensor, row: int) -> None:
         """Store 16 rows, from a row on, a multiple of 16."""
@@ -227,7 +282,7 @@ class Target(NamedTuple):
             cute.make_tensor(rounded.iterator, cute.make_layout(cute.size(rounded))), Uint32
         )
         for i in range(cute.size(words)):
-            chunk, inside = divmod(i // 2 * 8, self.chunk)
+            chunk, inside = divmod(i // 2 * 8, self.own)
             offset = (chunk * self.rows + row + i % 2 * 8) * 2 * self.chunk
             cute.arch.inline_ptx(
                 f"st.shared.b32 [{{$r0}}+{offset}], {{$r1}};",
@@ -235,13 +290,27 @@ class Target(NamedTuple):
             )
 
 
-def target(stage: cute.Tensor, row: Int32, lane: Int32, column: Int32, part: int) -> Target:
+def target(
+    stage: cute.Tensor,
+    row: Int32,
+    lane: Int32,
+    *,
+    column: Int32 | int = 0,
+    share: Share | None = None,
+    part: int | None = None,
+) -> Target:
     """A stage (rows, columns) from a row on, a multiple of 16, and a column on that a chunk begins with.
 
+    share: the columns that are written, all if None.
     part: columns that are an operand of their own in the stage's layout.
     """
+    rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
+    chunk = own = chunk_of(part or columns)
+    if share is not None:
+        own = chunk // share.count
+        column = share.index * own
     address = vector_address(stage, row + lane // LANES, column // 8, part) + 4 * (lane % LANES)
-    return Target(address, cute.size(stage, mode=[0]), chunk_of(part))
+    return Target(address, rows, chunk, own)
 
 
 @cute.jit

@@ -12,6 +12,7 @@ from ...common import attn_mask
 from ...common.cta_pair import CtaPair
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs
+from ...common.warp_mma import Share
 from .plan import Plan
 
 
@@ -89,3 +90,8 @@ class Context:
     def column_warp(self) -> Int32:
         """Number of the warp among those that share its keys."""
         return self.warp % self.plan.column_warps
+
+    @property
+    def column_share(self) -> Share:
+        """The warp's columns of dK and dV, where they are of 16 bits."""
+        return Share(self.column_warp, self.plan.column_warps)

@@ -21,16 +21,18 @@ _FLOAT = 4
 
 @cute.jit
 def add_dq(ctx: Context, work: TileState, own: BlockState) -> None:
-    """dQ += dS K, of which the warp has 16 rows, or some columns of them."""
+    """dQ += dS K, of which the warp has some rows, or some columns of them."""
     plan, block = ctx.plan, _block_index(ctx, own)
-    strip, part = ctx.warp % plan.dq_strips, ctx.warp // plan.dq_strips
+    row_groups = plan.queries // plan.dq_rows
+    strip, share = ctx.warp % row_groups * plan.dq_row_mmas, ctx.warp // row_groups
     if cutlass.const_expr(plan.features.deterministic):
-        dQ = _products(ctx, strip, part * plan.dq_columns, plan.dq_columns)
+        dQ = _products(ctx, strip, share, Int32(0), plan.dq_columns)
         step = dq_semaphore.step_of(ctx, work.order, own.n, block, True)
         if (ctx.warp == 0) & (ctx.lane == 0):
             dq_semaphore.spin(step.address, step.awaited)
         cute.arch.sync_threads()
-        _add(ctx, dQ, block, strip, part * plan.dq_columns)
+        for m in cutlass.range_constexpr(plan.dq_row_mmas):
+            _add(ctx, dQ[m], block, strip + m, share, Int32(0))
         cute.arch.sync_threads()
         if (ctx.warp == 0) & (ctx.lane == 0):
             # All pieces at once.
@@ -39,36 +41,43 @@ def add_dq(ctx: Context, work: TileState, own: BlockState) -> None:
         each = plan.dq_columns_at_once
         # A loop, so that ptxas does not compute all columns before it adds the first ones.
         for k in cutlass.range(plan.dq_columns // each, unroll=1):
-            column = part * plan.dq_columns + k * each
-            _add(ctx, _products(ctx, strip, column, each), block, strip, column)
+            dQ = _products(ctx, strip, share, k, each)
+            for m in cutlass.range_constexpr(plan.dq_row_mmas):
+                _add(ctx, dQ[m], block, strip + m, share, k)
 
 
-def _products(ctx: Context, strip: Int32, column: Int32, columns: int) -> cute.Tensor:
-    """dS K: 16 rows of dQ, and so many columns from one on."""
+def _products(ctx: Context, strip: Int32, share: Int32, k: Int32, columns: int) -> tuple[cute.Tensor, ...]:
+    """dS K: the warp's rows of dQ, and the k-th so many of its columns."""
     plan = ctx.plan
-    dQ = make_sums(plan, columns)
+    dQ = make_sums(plan, columns, plan.dq_row_mmas)
     if plan.is_float32:
         dS = warp_tf32.from_rows(warp_tf32.Rows(ctx.sdS, strip * warp_mma.ROWS), ctx.lane)
-        keys = warp_tf32.Columns(ctx.sK, column)
+        keys = warp_tf32.Columns(ctx.sK, share * plan.dq_columns)
         warp_tf32.accumulate(dQ, (), (dS,), keys, ctx.lane, plan.tf32_method)
     else:
-        _accumulate(ctx, dQ, strip, column)
-    return dQ[0]
+        _accumulate(ctx, dQ, strip, share, k)
+    return dQ
 
 
 @cute.jit
-def _accumulate(ctx: Context, dQ: tuple[cute.Tensor, ...], strip: Int32, column: Int32) -> None:
+def _accumulate(ctx: Context, dQ: tuple[cute.Tensor, ...], strip: Int32, share: Int32, k: Int32) -> None:
     """Add all keys' products, of 16 bits; those of half of the keys at a time, where ptxas would read all
     operands ahead.
     """
     plan = ctx.plan
-    row, each, part = strip * warp_mma.ROWS, plan.part_queries, plan.column_parts[0]
-    turns = plan.dq_turns
+    row, each, turns = strip * warp_mma.ROWS, plan.part_queries, plan.dq_turns
+    own = warp_mma.Share(share, plan.config.dq_warps)
+    dS = warp_mma.left(ctx.sdS, Int32(0), ctx.lane, column=row, part=each, transposed=True)
+    keys = warp_mma.right(ctx.sK, Int32(0), ctx.lane, share=own, transposed=True)
+    keys = warp_mma.columns_from(keys, k, cute.size(dQ[0]) * WARP // warp_mma.ROWS)
     for i in cutlass.range(turns, unroll=1):
-        first = i * (plan.keys // turns)
-        dS = warp_mma.left(ctx.sdS, first, ctx.lane, column=row, part=each, transposed=True)
-        keys = warp_mma.right(ctx.sK, first, ctx.lane, column=column, part=part, transposed=True)
-        warp_mma.accumulate(dQ, warp_mma.from_smem(dS, 1), keys, plan.keys // turns)
+        _add_keys(dQ, dS, keys, i, plan.keys // turns)
+
+
+def _add_keys(dQ: tuple, dS: warp_mma.Matrix, keys: warp_mma.Matrix, i: Int32, count: int) -> None:
+    """Add the products of the i-th so many keys."""
+    dS, keys = (x.below(i * count) for x in (dS, keys))
+    warp_mma.accumulate(dQ, warp_mma.from_smem(dS, len(dQ)), keys, count)
 
 
 @cute.jit
@@ -79,16 +88,21 @@ def _block_index(ctx: Context, own: BlockState) -> Int64:
 
 
 @cute.jit
-def _add(ctx: Context, dQ: cute.Tensor, block: Int64, strip: Int32, column: Int32) -> None:
-    """Add the warp's registers, from a column on, in the layout of `dq_blocks`: each to 128 neighbouring
-    bytes.
+def _add(ctx: Context, dQ: cute.Tensor, block: Int64, strip: Int32, share: Int32, k: Int32) -> None:
+    """Add the warp's registers, of the k-th of equal ranges of its columns, in the layout of `dq_blocks`:
+    each to 128 neighbouring bytes.
     """
-    blocks = ctx.plan.blocks
-    band, chunk = strip // _STRIPS, column // 8
-    first = (band * (blocks.columns // 8) + chunk) * (4 * THREADS) + strip % _STRIPS * WARP + ctx.lane
+    plan, blocks = ctx.plan, ctx.plan.blocks
+    # Eights of columns, which have four registers each: those of a chunk, the warp's, and those of dQ.
+    of_chunk, own, count = plan.dq_chunk // 8, plan.dq_own // 8, cute.size(dQ) // 4
+    step = count if count < own else count // own * of_chunk
+    band, eight = strip // _STRIPS, share * own + k * step
+    first = (band * (blocks.columns // 8) + eight) * (4 * THREADS) + strip % _STRIPS * WARP + ctx.lane
     place = (ctx.dq_acc.iterator + (block * blocks.floats + first)).toint()
     for i in cutlass.range_constexpr(cute.size(dQ)):
+        chunk, inside = divmod(i // 4, own)
+        register = 4 * (chunk * of_chunk + inside) + i % 4
         cute.arch.inline_ptx(
-            f"red.relaxed.gpu.global.add.f32 [{{$r0}}+{i * THREADS * _FLOAT}], {{$r1}};",
+            f"red.relaxed.gpu.global.add.f32 [{{$r0}}+{register * THREADS * _FLOAT}], {{$r1}};",
             read_only_args=[place, dQ[i]],
         )

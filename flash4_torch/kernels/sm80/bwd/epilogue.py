@@ -78,6 +78,5 @@ def _stage(ctx: Context, gradient: cute.Tensor, scale: Float32, stage: cute.Tens
         gradient[i] = gradient[i] * scale
     rounded = cute.make_rmem_tensor(gradient.layout, ctx.plan.dtype)
     round_to(gradient, rounded)
-    tiler = (warp_mma.ROWS, cute.size(stage, mode=[1]) // ctx.plan.column_warps)
-    target = cute.local_tile(stage, tiler, (place, ctx.column_warp))
-    warp_mma.store_to_smem(rounded, target, ctx.lane)
+    row = place * warp_mma.ROWS
+    warp_mma.target(stage, row, ctx.lane, share=ctx.column_share).write(rounded, 0)

@@ -50,13 +50,12 @@ def backward(
     plan.check()
     q, k, v, dk, dv = host.in_order(params.heads_first, q, k, v, dk, dv)
     dout = host.in_order(params.out_heads_first, dout)
-    dtype, widths = plan.staged_dtype, tuple(plan.halves(n) for n in (plan.D, plan.Dv))
-    (q_width, q_part), (do_width, do_part) = ((n, n // of) for n, of in zip(widths, plan.parts, strict=True))
+    dtype, (q_width, do_width) = plan.staged_dtype, (plan.halves(n) for n in (plan.D, plan.Dv))
     layouts = Layouts(
-        q=row_major_layout(dtype, plan.queries, q_width, plan.stages, q_part),
-        do=row_major_layout(dtype, plan.queries, do_width, plan.stages, do_part),
-        k=row_major_layout(dtype, plan.keys, q_width, 1, q_part),
-        v=row_major_layout(dtype, plan.keys, do_width, 1, do_part),
+        q=row_major_layout(dtype, plan.queries, q_width, plan.stages),
+        do=row_major_layout(dtype, plan.queries, do_width, plan.stages),
+        k=row_major_layout(dtype, plan.keys, q_width, 1),
+        v=row_major_layout(dtype, plan.keys, do_width, 1),
         weights=_weights_layout(plan),
     )
     maps = Maps(*map(host.positions_first, (q, dout, k, v)))

@@ -10,10 +10,10 @@ from ...common.bwd import tiles
 from ...common.bwd.loads import batch_of
 from ...common.bwd.tiles import Tile
 from ...common.warps import WARP
-from ..rows import BYTES, Sequence, Visit, load_parts
+from ..rows import BYTES, Sequence, Visit, load_block
 from .context import Context
 from .mask_tile import load_mask
-from .state import Block
+from .state import Copy
 
 _VECTOR = BYTES // 4
 """Statistics of a vector."""
@@ -25,24 +25,26 @@ def load_kv(ctx: Context, tile: Tile) -> None:
     where = tile.k_offset, tile.Sk, tiles.kv_head_of(ctx, tile), batch_of(ctx, tile.batch)
     keys, values = (Sequence(rows, *where) for rows in (ctx.maps.mK, ctx.maps.mV))
     D, Dv = (plan.halves(n) for n in (f.D, f.Dv))
-    load_parts(keys, tile.index, ctx.sK, D, plan.parts[0], ctx.warp, plan.warps, visit)
-    load_parts(values, tile.index, ctx.sV, Dv, plan.parts[1], ctx.warp, plan.warps, visit)
+    load_block(keys, tile.index, ctx.sK, D, ctx.warp, plan.warps, visit)
+    load_block(values, tile.index, ctx.sV, Dv, ctx.warp, plan.warps, visit)
 
 
 @cute.jit
-def load_rows(ctx: Context, tile: Tile, block: Block, i: Int32, count: Int32, stage: Int32) -> None:
-    """Start to copy a block of Q and dO, the i-th, if there are more than i; rows after the last become 0."""
+def load_rows(ctx: Context, tile: Tile, copy: Copy) -> None:
+    """Start to copy a block of Q and dO, if the tile has it: a group; rows after the last become 0."""
+    block, i, count, stage = copy
     plan, f, visit = ctx.plan, ctx.plan.features, Visit(i, count)
     head = tile.kv_head * tiles.group(ctx) + block.h
     where = tile.q_offset, tile.Sq, head, batch_of(ctx, tile.batch)
     rows, grads = (Sequence(rows, *where) for rows in (ctx.maps.mQ, ctx.maps.mdO))
     sQ, sdO = (x[None, None, stage] for x in (ctx.sQ, ctx.sdO))
     D, Dv = (plan.halves(n) for n in (f.D, f.Dv))
-    load_parts(rows, block.n, sQ, D, plan.parts[0], ctx.warp, plan.warps, visit)
-    load_parts(grads, block.n, sdO, Dv, plan.parts[1], ctx.warp, plan.warps, visit)
+    load_block(rows, block.n, sQ, D, ctx.warp, plan.warps, visit)
+    load_block(grads, block.n, sdO, Dv, ctx.warp, plan.warps, visit)
     _load_statistics(ctx, tile, head, block.n, visit, stage)
     if cutlass.const_expr(f.float_mask):
         load_mask(ctx, tile, head, block, visit, stage)
+    cute.arch.cp_async_commit_group()
 
 
 @cute.jit

@@ -12,7 +12,7 @@ from ...common.bwd.tiles import Tile
 from .context import Context
 from .dq_sums import add_dq
 from .load import load_kv, load_rows
-from .state import Block, BlockState, Thread, TileState, make_sums
+from .state import Block, BlockState, Copy, Thread, TileState, make_sums
 from .weights import (
     differentiate,
     dropped,
@@ -41,70 +41,96 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         blocks = (*blocks, _next_block(ctx, work, blocks[-1]))
     load_kv(ctx, tile)
     for i in cutlass.range_constexpr(ahead):
-        load_rows(ctx, tile, blocks[i], Int32(i), count, Int32(i))
-        cute.arch.cp_async_commit_group()
+        load_rows(ctx, tile, Copy(blocks[i], Int32(i), count, Int32(i)))
+    if cutlass.const_expr(plan.generates_ahead):
+        generate_keep_bits(ctx, work, _own(ctx, work, blocks[0]))
     stage, freed = Int32(0), Int32(plan.stages - 1)
     for i in cutlass.range(count, unroll=1):
         block = blocks[0]
-        own = BlockState(tile, head_of(ctx, work, block), block.n)
+        own = _own(ctx, work, block)
         mask = [mask_words(ctx, work.of_mma(m), own) for m in range(plan.key_mmas)]
-        if cutlass.const_expr(plan.features.dropout and not plan.generates_by_parts):
+        if cutlass.const_expr(plan.generates_under_wait):
             generate_keep_bits(ctx, work, own)
         cute.arch.cp_async_wait_group(plan.groups_in_flight)
         # The block is there, and all warps have used dS, Q and dO of the one before.
         cute.arch.sync_threads()
-        if cutlass.const_expr(plan.stages > 1):
-            load_rows(ctx, tile, blocks[-1], i + ahead, count, freed)
-            cute.arch.cp_async_commit_group()
-        _to_dk(ctx, t, work, block, own, mask, stage)
+        copy = Copy(blocks[-1], i + ahead, count, freed if plan.stages > 1 else stage)
+        if cutlass.const_expr(plan.stages > 1 and not plan.config.copies_after_scores):
+            load_rows(ctx, tile, copy)
+        _to_dk(ctx, t, work, blocks, own, mask, stage, copy)
         if cutlass.const_expr(plan.stages == 1):
             if cutlass.const_expr(plan.shares_weights):
                 cute.arch.sync_threads()
-            load_rows(ctx, tile, blocks[-1], i + ahead, count, stage)
-            cute.arch.cp_async_commit_group()
+            load_rows(ctx, tile, copy)
         add_dq(ctx, work, own)
         freed, stage = stage, Int32(0) if stage + 1 == plan.stages else stage + 1
         blocks = (*blocks[1:], _next_block(ctx, work, blocks[-1]))
 
 
+def _own(ctx: Context, work: TileState, block: Block) -> BlockState:
+    """A block of the tile."""
+    return BlockState(work.tile, head_of(ctx, work, block), block.n)
+
+
 @cute.jit
 def _to_dk(
-    ctx: Context, t: Thread, work: TileState, block: Block, own: BlockState, mask: list, stage: Int32
+    ctx: Context,
+    t: Thread,
+    work: TileState,
+    blocks: tuple,
+    own: BlockState,
+    mask: list,
+    stage: Int32,
+    copy: Copy,
 ) -> None:
-    """A block's share of dV and dK. At the end dS is in SMEM; Q and dO have been used, if no warps share."""
+    """The first block's share of dV and dK. At the end dS is in SMEM; Q and dO have been used, if no warps
+    share.
+    """
     plan = ctx.plan
     for part in cutlass.range(plan.query_parts, unroll=1):
-        _part_to_dk(ctx, t, work, block, own._replace(part=part), mask, stage)
+        _part_to_dk(ctx, t, work, blocks[0], own._replace(part=part), mask, stage, copy)
     cute.arch.sync_threads()
     if cutlass.const_expr(plan.shares_weights):
-        sQ, sdO = ctx.sQ[None, None, stage], ctx.sdO[None, None, stage]
-        _accumulate_shared(ctx, t.dV, ctx.sP, sdO, plan.column_parts[1])
-        _accumulate_shared(ctx, t.dK, ctx.sdS, sQ, plan.column_parts[0])
+        _accumulate_shared(ctx, t.dV, ctx.sP, ctx.sdO[None, None, stage])
+    if cutlass.const_expr(plan.generates_ahead):
+        # Those of the last block are of no use.
+        generate_keep_bits(ctx, work, _own(ctx, work, blocks[1]))
+    if cutlass.const_expr(plan.shares_weights):
+        _accumulate_shared(ctx, t.dK, ctx.sdS, ctx.sQ[None, None, stage])
 
 
 def _part_to_dk(
-    ctx: Context, t: Thread, work: TileState, block: Block, own: BlockState, mask: list, stage: Int32
+    ctx: Context,
+    t: Thread,
+    work: TileState,
+    block: Block,
+    own: BlockState,
+    mask: list,
+    stage: Int32,
+    copy: Copy,
 ) -> None:
     """A part's dS, and P where warps share keys, to SMEM; its share of dV and dK where they do not."""
     plan = ctx.plan
     sQ, sdO = ctx.sQ[None, None, stage], ctx.sdO[None, None, stage]
     S, dP = (make_sums(plan, plan.part_queries, plan.key_mmas, filled=False) for _ in range(2))
     mmas = range(plan.key_mmas)
-    _scores(ctx, own, S, ctx.sK, sQ, plan.D, plan.column_parts[0])
+    _scores(ctx, own, S, ctx.sK, sQ, plan.D)
+    if plan.config.copies_after_scores:
+        load_rows(ctx, work.tile, copy)
     probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], m, mask[m], stage) for m in mmas]
     if plan.features.dropout and plan.generates_by_parts:
         generate_keep_bits(ctx, work, own)
     keep_bits = take_keep_bits(ctx, own)
-    _scores(ctx, own, dP, ctx.sV, sdO, plan.Dv, plan.column_parts[1])
+    _scores(ctx, own, dP, ctx.sV, sdO, plan.Dv)
     P = [dropped(ctx, probs[m], keep_bits, m) for m in mmas]
     if plan.shares_weights:
         _store(ctx, own, P, ctx.sP)
-    else:
-        _accumulate(ctx, own, t.dV, P, sdO, plan.column_parts[1])
+    if plan.own_in_regs:
+        _accumulate(ctx, own, t.dV, P, sdO)
     dS = [differentiate(ctx, work.of_mma(m), own, probs[m], S[m], dP[m], keep_bits, stage, m) for m in mmas]
     _store(ctx, own, dS, ctx.sdS)
-    if not plan.shares_weights:
-        _accumulate(ctx, own, t.dK, dS, sQ, plan.column_parts[0])
+    if plan.own_in_regs:
+        _accumulate(ctx, own, t.dK, dS, sQ)
 
 
 def _scores(
@@ -114,19 +140,15 @@ def _scores(
     of_keys: cute.Tensor,
     of_queries: cute.Tensor,
     D: int,
-    columns: int,
 ) -> None:
-    """Products of the warp's keys with a part of the queries for which it computes scores.
-
-    columns: those that are an operand of their own, here and below.
-    """
+    """Products of the warp's keys with a part of the queries for which it computes scores."""
     plan, key, query = ctx.plan, first_key(ctx), ctx.column_warp * ctx.plan.own_queries
     if plan.is_float32:
         keys, queries = warp_tf32.Rows(of_keys, key), warp_tf32.Rows(of_queries, query)
         warp_tf32.scores(S, keys, queries, ctx.lane, plan.tf32_method)
     else:
-        keys = warp_mma.left(of_keys, key, ctx.lane, part=columns)
-        queries = warp_mma.right(of_queries, query, ctx.lane, part=columns)
+        keys = warp_mma.left(of_keys, key, ctx.lane)
+        queries = warp_mma.right(of_queries, query, ctx.lane)
         queries = queries.below(own.part * plan.part_queries)
         is_looped = plan.config.scores_by_parts and of_keys is ctx.sK
         (warp_mma.scores_by_halves if is_looped else warp_mma.scores)(S, keys, queries, D)
@@ -140,7 +162,8 @@ def _store(ctx: Context, own: BlockState, weights: list[cute.Tensor], target: cu
             row = ctx.column_warp * plan.own_queries
             warp_tf32.store_columns(numbers, target, row, first_key(ctx), ctx.lane)
         elif plan.stores_by_address:
-            to = warp_mma.target(target, first_key(ctx), ctx.lane, first_query(ctx, own), plan.part_queries)
+            column, part = first_query(ctx, own), plan.part_queries
+            to = warp_mma.target(target, first_key(ctx), ctx.lane, column=column, part=part)
             to.write(numbers, m * warp_mma.ROWS)
         else:
             tiler, column = (warp_mma.ROWS, plan.part_queries), ctx.column_warp * plan.query_parts + own.part
@@ -154,7 +177,6 @@ def _accumulate(
     sums: tuple,
     weights: list[cute.Tensor],
     rows: cute.Tensor,
-    columns: int,
 ) -> None:
     """Add the products of a part of the warp's weights, from registers, with rows of queries."""
     plan = ctx.plan
@@ -163,13 +185,16 @@ def _accumulate(
         right = warp_tf32.Columns(rows, Int32(0))
         warp_tf32.accumulate(sums, (), left, right, ctx.lane, plan.tf32_method)
     else:
-        right = warp_mma.right(rows, Int32(0), ctx.lane, part=columns, transposed=True)
+        query = ctx.column_warp * plan.own_queries
+        right = warp_mma.right(rows, query, ctx.lane, share=ctx.column_share, transposed=True)
         right = right.below(own.part * plan.part_queries)
         warp_mma.accumulate(sums, warp_mma.from_registers(weights), right, plan.part_queries)
 
 
-def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cute.Tensor, part: int) -> None:
-    """Add the products of the warp's keys' weights, in SMEM, with the warp's columns of rows of queries."""
+def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cute.Tensor) -> None:
+    """Add the products of the warp's keys' weights, in SMEM, with the warp's columns of rows of queries: of
+    all queries, or those of other warps.
+    """
     plan = ctx.plan
     if plan.is_float32:
         left = warp_tf32.from_columns(weights, first_key(ctx), ctx.lane)
@@ -177,10 +202,14 @@ def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cu
         right = warp_tf32.Columns(rows, ctx.column_warp * columns)
         warp_tf32.accumulate(sums, (), (left,), right, ctx.lane, plan.tf32_method)
     else:
-        column = ctx.column_warp * (cute.size(rows, mode=[1]) // plan.column_warps)
-        left = warp_mma.left(weights, first_key(ctx), ctx.lane, part=plan.part_queries)
-        right = warp_mma.right(rows, Int32(0), ctx.lane, column=column, part=part, transposed=True)
-        warp_mma.accumulate(sums, warp_mma.from_smem(left, plan.key_mmas), right, plan.queries)
+        queries, firsts = plan.queries, [Int32(0)]
+        if plan.own_in_regs:
+            queries = plan.own_queries
+            firsts = [(ctx.column_warp ^ n) * queries for n in range(1, plan.column_warps)]
+        for first in firsts:
+            left = warp_mma.left(weights, first_key(ctx), ctx.lane, column=first, part=plan.part_queries)
+            right = warp_mma.right(rows, first, ctx.lane, share=ctx.column_share, transposed=True)
+            warp_mma.accumulate(sums, warp_mma.from_smem(left, plan.key_mmas), right, queries)
 
 
 @cute.jit

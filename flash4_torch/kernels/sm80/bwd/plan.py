@@ -7,14 +7,15 @@ that sees one of these keys. Keys are the rows of S^T, dP^T, dK and dV: each war
     load      every warp copies some of the rows of Q and dO, by cp.async, with the results of the preprocess
               kernel: lse and delta, and with the tile of a floating mask
     mainloop  S^T = K Q^T, P; dP^T = V dO^T, dV += P^T dO; dS to SMEM, dK += dS^T Q, for one part of the
-              queries after another; dQ = dS K, of which each warp has 16 rows or, `dq_warps` sharing these,
-              some columns of them
+              queries after another; dQ = dS K, of which each warp has 16 or 32 rows or, `dq_warps` sharing
+              these, some columns of them
     dq_sums   a red.add for each number of dQ; in order, between two barriers and a semaphore
     epilogue  dK and dV through the memory of K and V
 
 The copies of a block are one cp.async group. A barrier of the CTA says that a block has come, and that dS of
 the block before has been used; another one that dS is written. If several warps share keys, they read P and
-dS from SMEM for dV and dK, too, behind this barrier.
+dS from SMEM for dV and dK, too, behind this barrier: all of it, or the other warps'. Columns are shared such
+that every warp has some of each chunk: see `warp_mma.Share`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ...common import dropout, warp_mma, warp_tf32
 from ...common.bwd.dq_blocks import DqBlocks, sums_of
 from ...common.bwd.plan import BackwardPlan
 from ...common.host import NUMERIC
+from ...common.smem_layouts import chunk_of
 from ...common.warps import WARP
 from ..registers import Registers, registers_of_threads
 
@@ -65,14 +67,16 @@ class Plan(BackwardPlan):
         return 2 * columns if self.is_float32 else columns
 
     @property
-    def column_parts(self) -> tuple[int, int]:
-        """Columns of Q and K, and of dO and V, that are an operand of their own."""
-        return tuple(n // parts for n, parts in zip((self.D, self.Dv), self.parts, strict=True))
+    def dq_chunk(self) -> int:
+        """Columns of dQ of which each of `dq_warps` has an equal part: those of a chunk of K, but all of
+        float32 numbers.
+        """
+        return self.D if self.is_float32 else chunk_of(self.D)
 
     @property
-    def parts(self) -> tuple[int, int]:
-        """Parts of the columns of Q and K, and of dO and V, that have layouts of their own."""
-        return (1, 1) if self.is_float32 else (self.config.q_parts, self.column_warps)
+    def dq_own(self) -> int:
+        """Columns of these that are a warp's."""
+        return self.dq_chunk // self.config.dq_warps
 
     @property
     def mask_bytes(self) -> int:
@@ -133,14 +137,29 @@ class Plan(BackwardPlan):
     @property
     def generates_by_parts(self) -> bool:
         """Whether a part's keep bits are generated just before they are used, where its dS will be: two CTAs
-        have room in an SM of 164 KiB. Otherwise a block's are generated ahead of the wait for it.
+        have room in an SM of 164 KiB. Otherwise a block's are generated at once.
         """
         return self.query_parts > 1
+
+    @property
+    def generates_ahead(self) -> bool:
+        """Whether the next block's keep bits are generated among a block's last MMAs, which wait for SMEM."""
+        return self.features.dropout and self.config.own_in_regs and not self.generates_by_parts
+
+    @property
+    def generates_under_wait(self) -> bool:
+        """Whether a block's keep bits are generated ahead of the wait for it."""
+        return self.features.dropout and not (self.generates_by_parts or self.generates_ahead)
 
     @property
     def shares_weights(self) -> bool:
         """Whether warps read P and dS of their keys from SMEM, not only dS of all keys."""
         return self.column_warps > 1
+
+    @property
+    def own_in_regs(self) -> bool:
+        """Whether a warp's own P and dS are operands from registers."""
+        return not self.shares_weights or self.config.own_in_regs
 
     @property
     def stores_by_address(self) -> bool:
@@ -153,9 +172,14 @@ class Plan(BackwardPlan):
         return self.key_mmas > 1 and not f.mask and is_wide and not drops_all
 
     @property
-    def dq_strips(self) -> int:
-        """Strips of 16 rows of dQ."""
-        return self.queries // warp_mma.ROWS
+    def dq_row_mmas(self) -> int:
+        """MMAs of 16 rows of dQ that a warp has."""
+        return self.config.dq_row_mmas
+
+    @property
+    def dq_rows(self) -> int:
+        """Rows of dQ that a warp has."""
+        return self.dq_row_mmas * warp_mma.ROWS
 
     @property
     def dq_columns(self) -> int:
@@ -179,11 +203,17 @@ class Plan(BackwardPlan):
     @property
     def dq_turns(self) -> int:
         """Parts of the keys by which dQ is summed up in a loop: two where ptxas would read so far ahead that
-        it spills. Without any mask it does not.
+        it spills. Without any mask and with up to 96 columns it does not, nor with parts of queries; with 32
+        rows of dQ only where Sk fills its tiles.
         """
         f = self.features
         bare = not (f.mask or f.left or f.right or f.varlen or f.deterministic or f.softcap or f.dropout)
-        return 2 if self.key_mmas > 1 and self.dq_columns_at_once == self.dq_columns and not bare else 1
+        bare = bare and not (self.dq_row_mmas > 1 and self.config.ragged_k)
+        if self.key_mmas == 1 or (self.dq_row_mmas > 1 and self.query_parts > 1):
+            return 1
+        if self.dq_row_mmas == 1 and self.dq_columns_at_once < self.dq_columns:
+            return 1
+        return 1 if bare and max(self.D, self.Dv) <= 96 else 2
 
     @property
     def stages(self) -> int:
@@ -223,5 +253,7 @@ class Plan(BackwardPlan):
         assert c.query_parts == 1 or (self.part_queries % dropout.STRIP == 0 and not f.is_float32)
         assert c.query_parts == 1 or not f.dropout or strips % 2 == 0, "a word has bits of two strips"
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
+        assert not (c.own_in_regs and f.is_float32)
+        assert not c.copies_after_scores or (c.stages > 1 and c.query_parts == 1)
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)

@@ -43,6 +43,15 @@ class Block(NamedTuple):
     """Whether attn_mask changes any of its scores."""
 
 
+class Copy(NamedTuple):
+    """A block that is to be copied: the i-th of so many of the tile, to a stage that is free."""
+
+    block: Block
+    i: Int32
+    count: Int32
+    stage: Int32
+
+
 class TileState(NamedTuple):
     """A tile as one thread sees it."""
 
