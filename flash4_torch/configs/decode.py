@@ -62,6 +62,9 @@ class DecodeForm(NamedTuple):
     """Whether a tile's results may have several parts in global memory, of clusters or of groups."""
     groups: bool = False
     """Whether splits have a fixed length, and a cluster has groups of `GROUP` of them."""
+    alone: bool = False
+    """Whether each CTA of a cluster has groups alone, and the cluster merges those of a tile. With tiles of
+    `SHARED_ROWS` it is so in any case."""
     wgmma: bool = False
     """Whether warpgroup MMAs multiply, in tiles of `WARPGROUP_ROWS` or `SHARED_ROWS`; else warp-level ones,
     in tiles of `ROWS`. Not with an FP8 cache."""
@@ -72,6 +75,9 @@ class DecodeForm(NamedTuple):
     """Keys in a block: `KEYS`, or `MORE_KEYS`."""
     q_in_regs: bool = False
     """Whether warpgroup MMAs take Q from registers when they multiply it by K."""
+    group_in_regs: bool = False
+    """Whether a CTA that has groups alone merges their splits in registers, not in shared memory. One
+    that has two splits of its cluster's group holds the first one there."""
     ctas: int = 2
     """CTAs that share an SM, if there is room for them."""
     few_rows: bool = False
@@ -128,11 +134,15 @@ SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
 """Keys of a sequence, and blocks for each SM, from which such tiles are faster, as an H200 measured."""
 SHARED_MANY_BLOCKS = 12
 """Blocks of `KEYS` keys for each SM from which such tiles are faster with `MORE_KEYS`, as it measured."""
-_LEAST_SHARED_GROUPS = 0.9
-"""Groups of splits for each SM from which tiles of `SHARED_ROWS` have them. From 1.9 on they are faster, as
-an H200 measured; fewer are a guess."""
-LOAD_REGISTERS, COMPUTE_REGISTERS = 56, 224
-"""Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`."""
+_LEAST_SHARED_GROUPS = 0.5
+"""Groups of splits for each SM from which tiles of `SHARED_ROWS` have them. With fewer, each tile of half as
+many rows has an SM for itself. A guess; an H200 measured 1.9 and more."""
+REGISTERS, GROUP_REGISTERS = (56, 224), (40, 232)
+"""Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`: and where CTAs merge
+splits of a group in them."""
+GROUP_COLUMNS = 128
+"""Columns of V up to which CTAs with warpgroup MMAs have registers for results of a group's splits besides O;
+0 for never. In shared memory a split's end took as long as two blocks of 64 keys and more."""
 _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
 """More than a CTA with warp-level MMAs has in SMEM besides Q, K, V and O: of each row, and of none."""
 _SHARED_OTHER_BYTES = 2 * 1024
@@ -172,9 +182,22 @@ def rows(max_seqlen_q: int, group: int, choice: Sequence[int] = ROWS) -> int:
     return next((number for number in choice if max_seqlen_q * group <= number), choice[-1])
 
 
-def group_bytes(rows: int, Dv: int, cluster: int) -> int:
+def merges_in_regs(features: Features, form: DecodeForm, rows: int, cluster: int) -> bool:
+    """Whether CTAs of such a cluster, which has groups, merge or hold results of splits in registers."""
+    D, Dv = features.D, features.Dv
+    # Softcap has no registers left with more columns of K.
+    if Dv > GROUP_COLUMNS or (D > GROUP_COLUMNS and features.softcap):
+        return False
+    # Two results have to fit into three stages.
+    may_hold = GROUP // cluster == 2 and 3 * D >= part_columns(Dv)
+    return rows == SHARED_ROWS or (form.wgmma and (cluster == 1 or form.alone or may_hold))
+
+
+def group_bytes(rows: int, Dv: int, cluster: int, in_regs: bool) -> int:
     """Bytes of shared memory for results of a CTA's splits: one alone merges them as they come, others keep
-    them, but for the last one, which takes the place of K and V."""
+    them, but for the last one, which takes the place of K and V. None of it with registers for them."""
+    if in_regs:
+        return 0
     cluster = 1 if rows == SHARED_ROWS else cluster
     return 4 * rows * part_columns(Dv) * (max(GROUP // cluster - 1, 0) if cluster > 1 else 1)
 
@@ -188,11 +211,12 @@ def group_clusters(features: Features, form: DecodeForm, rows: int) -> list[int]
     gpu, width = form.gpu, 1 if form.cache_dtype else 2
     D, Dv = tile_dim(features.D), part_columns(features.Dv)
     other = rows * (2 * D + _OTHER_ROW_BYTES) + _OTHER_BYTES
-    return [
-        size
-        for size in gpu.clusters[: 2 if rows == SHARED_ROWS else None]
-        if stages(gpu, rows, width * KEYS * (D + Dv), other + group_bytes(rows, Dv, size)) >= gpu.least_stages
-    ]
+
+    def has_room(size: int) -> bool:
+        results = group_bytes(rows, Dv, size, merges_in_regs(features, form, rows, size))
+        return stages(gpu, rows, width * KEYS * (D + Dv), other + results) >= gpu.least_stages
+
+    return [size for size in gpu.clusters[: 2 if rows == SHARED_ROWS else None] if has_room(size)]
 
 
 def group_rows(features: Features, form: DecodeForm) -> tuple[int, ...]:
@@ -257,7 +281,9 @@ def with_blocks(features: Features, form: DecodeForm, rows: int, has_many: bool 
     may_keep_q = form.wgmma and not (keys > KEYS and features.softcap)
     may_keep_q = may_keep_q and (rows == SHARED_ROWS or not form.groups)
     q_in_regs = may_keep_q and features.D > _NARROW_COLUMNS and columns <= _MORE_KEYS_COLUMNS
-    return form._replace(keys=keys, ctas=CTAS_PER_SM + more, q_in_regs=q_in_regs)
+    merges = form.groups and merges_in_regs(features, form, rows, form.cluster)
+    q_in_regs = q_in_regs and not merges
+    return form._replace(keys=keys, ctas=CTAS_PER_SM + more, q_in_regs=q_in_regs, group_in_regs=merges)
 
 
 def shares_kv(max_seqlen_k: int, blocks: int, num_sms: int) -> bool:

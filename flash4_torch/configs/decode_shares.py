@@ -15,10 +15,12 @@ from .decode import (
     MMA_ROWS,
     SHARED_ROWS,
     SPLIT_KEYS,
+    WARPGROUP_ROWS,
     DecodeForm,
     Gpu,
     ctas_per_sm,
     group_bytes,
+    merges_in_regs,
 )
 from .types import Features, tile_dim
 
@@ -60,6 +62,8 @@ class Work(NamedTuple):
     """Bytes of a block of K and V."""
     num_sms: int
     gpu: Gpu
+    sizes_in_regs: tuple[int, ...] = ()
+    """Clusters whose CTAs merge or hold results of a group's splits in registers."""
 
 
 class Shares(NamedTuple):
@@ -70,6 +74,8 @@ class Shares(NamedTuple):
     cluster: int
     parts: int
     """Clusters, or groups, whose results are merged through global memory if they are several."""
+    alone: bool = False
+    """Whether each CTA of a cluster has groups alone, where it might share them."""
 
 
 def work_of(
@@ -86,20 +92,21 @@ def work_of(
         stage_bytes,
         num_sms,
         form.gpu,
+        tuple(size for size in form.gpu.clusters if merges_in_regs(features, form, rows, size)),
     )
 
 
-def possible_shares(work: Work) -> set[tuple[int, bool]]:
-    """Clusters, and whether there are several parts, of all that `even_shares` returns where tiles are at
-    least as many, and blocks at most; and of some more.
+def possible_shares(work: Work) -> set[tuple[int, bool, bool]]:
+    """Clusters, whether there are several parts, and whether each CTA has groups alone, of all that
+    `even_shares` returns where tiles are at least as many, and blocks at most; and of some more.
     """
-    most, found = _most_splits(work), {(1, False)}
+    most, found = _most_splits(work), {(1, False, False)}
     for size in _sizes(work.gpu):
         parts = _parts_at_once(work, size)
         if parts and most > size // 2:
-            found.add((size, False))
+            found.add((size, False, False))
         if parts > 1 and most > size:
-            found.add((size, True))
+            found.add((size, True, False))
     return found
 
 
@@ -140,10 +147,11 @@ def even_shares(work: Work, num_splits: int = 0) -> Shares:
     return min(choice, key=time)
 
 
-def possible_group_shares(work: Work, sizes: Sequence[int]) -> set[tuple[int, bool]]:
+def possible_group_shares(work: Work, sizes: Sequence[int]) -> set[tuple[int, bool, bool]]:
     """The same of `group_shares`, with any tiles."""
     may_have_parts = {False, _fixed_splits(work) > GROUP}
-    return {(size, has_parts) for size in sizes for has_parts in may_have_parts}
+    found = {(size, has_parts, False) for size in sizes for has_parts in may_have_parts}
+    return found | ({(2, True, True)} if True in may_have_parts and _may_be_pairs(work) else set())
 
 
 def _fixed_splits(work: Work) -> int:
@@ -154,20 +162,26 @@ def _fixed_splits(work: Work) -> int:
 def group_shares(work: Work, sizes: Sequence[int]) -> Shares:
     """The same of groups, for clusters of one of these sizes.
 
-    CTAs of tiles of `SHARED_ROWS` have groups alone, and clusters of two merge them if their number is even.
+    CTAs that have groups alone are clusters of two, which merge a tile's groups, if their number is even.
     """
-    if work.rows == SHARED_ROWS:
-        alone = _group_shares(work, (1,))
-        is_even = alone.num_splits % 2 == 0 and 2 in sizes
-        return alone._replace(num_splits=alone.num_splits // 2, cluster=2) if is_even else alone
-    return _group_shares(work, sizes)
+    are_alone = work.rows == SHARED_ROWS
+    shares = _group_shares(work, (1,) if are_alone else sizes)
+    may_be_pairs = 2 in sizes if are_alone else shares.cluster == 1 and _may_be_pairs(work)
+    if may_be_pairs and shares.num_splits % 2 == 0:
+        return Shares(shares.num_splits // 2, 2, shares.parts, not are_alone)
+    return shares
+
+
+def _may_be_pairs(work: Work) -> bool:
+    """Whether CTAs that have groups alone may be clusters of two, where tiles leave them a choice."""
+    return work.rows == WARPGROUP_ROWS and 1 in work.sizes_in_regs
 
 
 def _group_shares(work: Work, sizes: Sequence[int]) -> Shares:
     splits = _fixed_splits(work)
     groups = -(-splits // GROUP)
     # Results of splits take room from stages.
-    ctas = {size: _ctas(work, group_bytes(work.rows, work.Dv, size)) for size in sizes}
+    ctas = {size: _ctas(work, _group_bytes(work, size)) for size in sizes}
     choice = [
         Shares(clusters, size, groups)
         for size in sizes
@@ -184,6 +198,11 @@ def _group_shares(work: Work, sizes: Sequence[int]) -> Shares:
         return stops + _microseconds(work, shares, own, shares.num_splits, at_once, _uneven_in_groups)
 
     return min(choice, key=time)
+
+
+def _group_bytes(work: Work, size: int) -> int:
+    """Bytes of shared memory for results of splits in a CTA of a cluster of so many."""
+    return group_bytes(work.rows, work.Dv, size, size in work.sizes_in_regs)
 
 
 def _clusters_of(gpu: Gpu, num_splits: int) -> list[int]:

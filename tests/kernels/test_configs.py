@@ -376,8 +376,10 @@ def test_the_decode_kernel_agrees_that_it_has_stages(
     for cluster in gpu.clusters:
         own = form._replace(cluster=cluster)
         if rows in decode.rows_of(features, own):
-            for keys in {decode.KEYS, *decode.block_keys(features, own, rows)}:
-                found = plan(features, rows, own._replace(keys=keys))
+            sizes = () if groups else {decode.KEYS, *decode.block_keys(features, own, rows)}
+            more = (own._replace(keys=keys) for keys in sizes)
+            for each in {decode.with_blocks(features, own, rows), *more}:
+                found = plan(features, rows, each)
                 assert found.stages >= gpu.least_stages
                 used = found.stages * found.stage_bytes + found.other_bytes
                 assert found.ctas_per_sm * (used + 1024) <= gpu.smem_bytes + 1024
@@ -402,7 +404,7 @@ def test_decode_has_room_for_the_blocks_that_it_chooses(
     assert found.keys in {decode.KEYS, *decode.block_keys(features, form, rows)}
     assert wgmma or not found.q_in_regs
     if groups:
-        assert found._replace(q_in_regs=False) == form
+        assert found._replace(q_in_regs=False, group_in_regs=False) == form
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(["", decode.FP8, "float8_e5m2"]))
@@ -429,7 +431,7 @@ def works(draw: st.DrawFn) -> Work:
 @given(works())
 def test_decode_splits_run_at_once_and_are_long_enough(work: Work) -> None:
     """No CTA of a tile that is split waits for others' end, and each has blocks enough."""
-    splits, cluster, parts = decode_shares.even_shares(work)
+    splits, cluster, parts, _ = decode_shares.even_shares(work)
     assert (parts - 1) * cluster < splits <= parts * cluster and cluster in work.gpu.clusters
     assert (cluster == 1) == (splits == 1) or not work.gpu.has_clusters
     assert splits == 1 or splits * decode.LEAST_BLOCKS <= work.blocks
@@ -439,7 +441,7 @@ def test_decode_splits_run_at_once_and_are_long_enough(work: Work) -> None:
 
 @given(works(), st.integers(1, 1000))
 def test_decode_takes_the_number_of_splits_that_is_asked_for(work: Work, num_splits: int) -> None:
-    splits, cluster, parts = decode_shares.even_shares(work, num_splits)
+    splits, cluster, parts, _ = decode_shares.even_shares(work, num_splits)
     assert splits == num_splits and (parts - 1) * cluster < splits <= parts * cluster
     assert (cluster == 1) == (splits == 1) or not work.gpu.has_clusters
 
@@ -447,7 +449,7 @@ def test_decode_takes_the_number_of_splits_that_is_asked_for(work: Work, num_spl
 @given(works())
 def test_groups_of_decode_hold_every_key(work: Work) -> None:
     """Their number follows from the length alone, and no cluster is without a group."""
-    clusters, cluster, groups = decode_shares.group_shares(work, work.gpu.clusters)
+    clusters, cluster, groups, _ = decode_shares.group_shares(work, work.gpu.clusters)
     keys = decode.GROUP * decode.SPLIT_KEYS
     assert (groups - 1) * keys < work.blocks * decode.KEYS <= groups * keys
     assert 1 <= clusters <= groups and cluster in work.gpu.clusters

@@ -292,7 +292,7 @@ def test_no_bank_conflicts(rows: int, form: DecodeForm, D: int, Dv: int) -> None
 
 
 RINGS = [
-    (D, page_size, keys, left, q_in_regs)
+    (D, page_size, keys, left, in_regs)
     for D, page_size, keys in (
         (192, 16, decode.KEYS),
         (64, 8, decode.MORE_KEYS),
@@ -302,23 +302,24 @@ RINGS = [
         (96, 1, decode.KEYS),
     )
     for left in (False, True)
-    for q_in_regs in (False, True)
+    for in_regs in ("", "q_in_regs")
 ]
 RINGS_OF_GROUPS = [
-    ring
-    for ring in RINGS[::-1]
-    if ring[2] == decode.KEYS
+    (D, page_size, keys, left, in_regs)
+    for D, page_size, keys, left, _ in RINGS[::-2]
+    for in_regs in ("group_in_regs", "q_in_regs", "")
+    if keys == decode.KEYS
     and decode.SHARED_ROWS
-    in decode.wgmma_rows(SMALL._replace(D=ring[0], Dv=ring[0]), FORM._replace(cluster=1, groups=True))
+    in decode.wgmma_rows(SMALL._replace(D=D, Dv=D), FORM._replace(cluster=1, groups=True))
 ]
 
 
 @pytest.mark.parametrize(
-    ("D", "page_size", "keys", "left", "q_in_regs", "groups"),
+    ("D", "page_size", "keys", "left", "in_regs", "groups"),
     [*((*ring, False) for ring in one_of(5, RINGS)), *((*ring, True) for ring in one_of(4, RINGS_OF_GROUPS))],
 )
 def test_load_warps_go_round_their_ring(
-    D: int, page_size: int, keys: int, left: bool, q_in_regs: bool, groups: bool
+    D: int, page_size: int, keys: int, left: bool, in_regs: str, groups: bool
 ) -> None:
     """A split has several times as many blocks as there are stages, and both warpgroups have rows."""
     features = SMALL._replace(D=D, Dv=D, left=left)
@@ -329,10 +330,10 @@ def test_load_warps_go_round_their_ring(
         runs=page_size % decode.RUN == 0,
         wgmma=True,
         keys=keys,
-        q_in_regs=q_in_regs,
+        **{in_regs: True} if in_regs else {},
     )
     kernel = Kernel(features, decode.SHARED_ROWS, form)
-    more = {"num_splits": 2, "split_keys": 64} if groups else {}
+    more = {"num_splits": 2, "split_keys": 128} if groups else {}
     call = one_sequence(kernel, tokens=40, keys=1500, page_size=page_size, left=1100, **more)
     found = run("sm_90a", kernel, call, schedule="late")
     check_results(features, call, found)
@@ -517,16 +518,31 @@ def last_tokens(draw: st.DrawFn, features: Features) -> Tokens:
 
 
 @pytest.mark.parametrize(
-    ("rows", "cluster"),
+    ("rows", "cluster", "in_regs"),
     [
-        (64, 2),
-        (decode.SHARED_ROWS, 2),
-        *one_of(3, [(16, 2), (64, 8), (16, 1), (64, 1), (decode.SHARED_ROWS, 1)]),
+        (64, 2, True),
+        (decode.SHARED_ROWS, 2, True),
+        *one_of(
+            4,
+            [
+                (16, 2, False),
+                (64, 2, False),
+                (64, 8, False),
+                (64, 4, True),
+                (16, 1, False),
+                (64, 1, False),
+                (64, 1, True),
+                (decode.SHARED_ROWS, 1, False),
+                (decode.SHARED_ROWS, 1, True),
+                (decode.SHARED_ROWS, 2, False),
+            ],
+        ),
     ],
 )
-def test_too_few_groups_cost_no_keys(rows: int, cluster: int) -> None:
+def test_too_few_groups_cost_no_keys(rows: int, cluster: int, in_regs: bool) -> None:
     """The last group takes all that is left, where a bound on the length was too low."""
-    form = FORM._replace(groups=True, cluster=cluster, wgmma=rows > 16)
+    form = FORM._replace(groups=True, cluster=cluster, wgmma=rows > 16, group_in_regs=in_regs)
+    form = form._replace(alone=in_regs and cluster == 2)
     kernel = Kernel(SMALL, rows, form)
     call = one_sequence(kernel, tokens=1, keys=1300, num_splits=1, split_keys=64)
     # Later keys have larger scores, so that maxima rise.
@@ -539,6 +555,18 @@ def test_too_few_groups_cost_no_keys(rows: int, cluster: int) -> None:
     check_results(SMALL, call, found)
 
 
+@pytest.mark.parametrize("rows", one_of(2, [decode.WARPGROUP_ROWS, decode.SHARED_ROWS]))
+def test_groups_in_registers_follow_one_another(rows: int) -> None:
+    """A CTA that has several of them gives the bits of one CTA for each, which merges in shared memory."""
+    form, found = FORM._replace(groups=True, cluster=1, wgmma=True), []
+    for in_regs, num_splits in ((True, 1), (False, 3)):
+        kernel = Kernel(SMALL, rows, form._replace(group_in_regs=in_regs))
+        call = one_sequence(kernel, tokens=40, keys=2300, num_splits=num_splits, split_keys=128)
+        found.append(run("sm_90a", kernel, call, schedule="fuzz", seed=num_splits))
+        check_results(SMALL, call, found[-1])
+    assert torch.equal(found[0].out, found[1].out) and torch.equal(found[0].lse, found[1].lse)
+
+
 @given(data=st.data())
 @settings(max_examples=examples(1, 20))
 def test_a_row_has_the_same_bits_by_wgmma(data: st.DataObject) -> None:
@@ -548,10 +576,17 @@ def test_a_row_has_the_same_bits_by_wgmma(data: st.DataObject) -> None:
     count, each = len(tokens.q), range(len(tokens.q) + 1)
     whole = tokens.results(data.draw, "sm_90a", kernel, [0, count])
     shared, halves = decode.SHARED_ROWS, [0, count // 2, count]
-    cases = (64, 1, each), (64, 2, halves), (64, 4, each), (shared, 1, halves), (shared, 2, halves)
-    for rows, cluster, ends in cases:
-        q_in_regs = rows == shared and data.draw(st.booleans())
-        other = Kernel(kernel.features, rows, kernel.form._replace(cluster=cluster, q_in_regs=q_in_regs))
+    places = "", "q_in_regs", "group_in_regs"
+    cases = [
+        *((64, 1, each, place) for place in ("", "group_in_regs")),
+        *((64, cluster, ends, "") for cluster, ends in ((2, halves), (4, each))),
+        *((64, cluster, halves, "group_in_regs") for cluster in (2, 4)),
+        *((shared, data.draw(st.integers(1, 2)), halves, place) for place in places),
+    ]
+    for rows, cluster, ends, place in cases:
+        own = kernel.form._replace(cluster=cluster, **{place: True} if place else {})
+        own = own._replace(alone=cluster == 2 and place == "group_in_regs")
+        other = Kernel(kernel.features, rows, own)
         found = tokens.results(data.draw, "sm_90a", other, ends, [100])
         assert torch.equal(found.out, whole.out) and torch.equal(found.lse, whole.lse)
 

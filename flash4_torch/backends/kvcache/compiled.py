@@ -276,8 +276,12 @@ def common_kernels(
         kinds = [form]
         if target.has_wgmma and not form.cache_dtype:
             kinds.append(form._replace(wgmma=True))
+            pairs = form._replace(wgmma=True, alone=True)
+            may_be_pairs = form.groups and form.parts and form.cluster == 2
+            if may_be_pairs and decode.merges_in_regs(features, pairs, decode.WARPGROUP_ROWS, 2):
+                kinds.append(pairs)
         for kind in kinds:
-            for rows in decode.rows_of(features, kind):
+            for rows in decode.rows_of(features, kind)[: 1 if kind.alone else None]:
                 own = {
                     decode.with_blocks(features, kind._replace(few_rows=few), rows, has_many)
                     for few in {False, decode.has_few_rows(rows, group)}
@@ -348,7 +352,7 @@ def _decided(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
         shares, split_keys = decode_shares.group_shares(work, sizes), decode.SPLIT_KEYS
     else:
         shares, split_keys = decode_shares.even_shares(work, min(problem.num_splits or 0, work.blocks)), 0
-    form = form._replace(cluster=shares.cluster, parts=shares.parts > 1)
+    form = form._replace(cluster=shares.cluster, parts=shares.parts > 1, alone=shares.alone)
     form = decode.with_blocks(features, form, rows, _has_many_blocks(work))
     return Kernel(features, rows, shares.num_splits, split_keys, form, shares.parts)
 
@@ -383,8 +387,8 @@ def reachable(
                 else:
                     shares = decode_shares.possible_shares(work)
                 may_be_many = {False, _has_many_blocks(_work_of(all_, features, form, rows, num_sms))}
-                for (cluster, has_parts), has_many in product(sorted(shares), sorted(may_be_many)):
-                    own = form._replace(cluster=cluster, parts=has_parts)
+                for (cluster, has_parts, alone), has_many in product(sorted(shares), sorted(may_be_many)):
+                    own = form._replace(cluster=cluster, parts=has_parts, alone=alone)
                     found[features, rows, decode.with_blocks(features, own, rows, has_many)] = None
     return iter(found)
 

@@ -107,7 +107,7 @@ class Context:
     """(lanes of a row, rows, parts)"""
     sO: cute.Tensor | None
     """(4, threads, vectors): each thread's columns of O in their order, two rows in turn; in the place of K
-    and V."""
+    and V. Those of several splits follow one another."""
     sLse: cute.Tensor | None
     """(rows,): lse of O's rows."""
     sGroup: cute.Tensor | None
@@ -133,9 +133,12 @@ class Context:
         return tile.first_token + token, tile.kv_head * group.divisor + head
 
     def kept(self, thread: Int32, slot: int | Int32) -> cute.Tensor:
-        """A thread's vectors (4, vectors) of a split's results, the last one's in the place of K and V."""
+        """A thread's vectors (4, vectors) of a split's results, the last one's in the place of K and V, or
+        all of them, where others have been in registers."""
         place, before = self.sO[None, thread, 0].iterator, self.plan.kept - 1
-        if before:
+        if self.plan.form.group_in_regs:
+            place = self.sO[None, thread, slot * self.plan.vectors].iterator
+        elif before:
             index = cutlass.min(Int32(slot), before - 1) * self.plan.vectors
             other = self.sGroup[None, thread, index].iterator
             address = cutlass.select_(Int32(slot) == before, place.toint(), other.toint())

@@ -36,7 +36,7 @@ def epilogue(ctx: Context, t: Thread) -> None:
         if ctx.tile.merges:
             for r in cutlass.range_constexpr(2):
                 if t.rows[r] < ctx.tile.num_rows:
-                    _store_parts(ctx, values[r, None], lse[r], r, t.rows[r])
+                    store_parts(ctx, values[r, None], lse[r], r, t.rows[r], ctx.tile.split, Int32(0))
         else:
             _store_rows(ctx, t, values, lse)
     else:
@@ -138,14 +138,22 @@ def share(ctx: Context, values: cute.Tensor, lse: Float32, r: cutlass.Constexpr,
 
 
 @cute.jit
-def _store_parts(ctx: Context, values: cute.Tensor, lse: Float32, r: cutlass.Constexpr, row: Int32) -> None:
-    """Store the thread's columns of its row r of the CTA's split as parts."""
+def store_parts(
+    ctx: Context,
+    values: cute.Tensor,
+    lse: Float32,
+    r: cutlass.Constexpr,
+    row: Int32,
+    part: Int32,
+    rank: Int32,
+) -> None:
+    """Store the thread's columns of its row r as parts. rank: the one that merges them, if several do."""
     ordered = ordered_row(values, ctx.plan)
     for m in cutlass.range_constexpr(cute.size(values) // VECTOR):
         vector = cute.make_rmem_tensor(VECTOR, Float32)
         for c in cutlass.range_constexpr(VECTOR):
             vector[c] = ordered[VECTOR * m + c]
-        store_part(ctx, lse, vector, row, Int32(2 * m + r), ctx.tile.split, Int32(0))
+        store_part(ctx, lse, vector, row, Int32(2 * m + r), part, rank)
 
 
 @cute.jit

@@ -54,7 +54,8 @@ def decode_kernel(
         if cutlass.const_expr(plan.kept > 0):
             # K and V have been read when O is stored in their place.
             place = cute.make_ptr(Float32, sK.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
-            sO = cute.make_tensor(place, cute.make_layout((VECTOR, plan.threads, plan.vectors)))
+            vectors = plan.vectors * plan.kept_in_stages
+            sO = cute.make_tensor(place, cute.make_layout((VECTOR, plan.threads, vectors)))
             sLse = memory.allocate_tensor(Float32, cute.make_layout(plan.rows * plan.kept), 16)
         if cutlass.const_expr(plan.group_vectors > 0):
             sGroup = memory.allocate_tensor(
@@ -107,6 +108,9 @@ def _run(ctx: Context) -> None:
     if cutlass.const_expr(plan.shares_keys):
         if tile.merges:
             merge(ctx, t.rows)
+    if cutlass.const_expr(plan.merges_together and plan.form.parts):
+        if tile.merges:
+            groups.merge_together(ctx, t.rows)
 
 
 @cute.jit

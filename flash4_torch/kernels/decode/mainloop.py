@@ -34,6 +34,10 @@ class Splits:
     """Whether one begins with a block, if the block is not the first one; None if all blocks are of one."""
     end: Callable[[Thread, Int32], None]
     """What ends one: given its registers, with its O complete, and its last block."""
+    merge: Callable[[Thread], None] | None = None
+    """The first part of `end`, which has no branch, so that MMAs may be in flight; None if there is none."""
+    close: Callable[[Int32], None] | None = None
+    """The rest of `end`, given the last block."""
 
     def end_after(self, n: Int32, last: Int32) -> Boolean:
         """Whether one ends after block n, of those before block `last`."""
@@ -76,16 +80,20 @@ def begin_split(t: Thread) -> None:
     t.O.fill(0.0)
 
 
-def split_off(t: Thread) -> Thread:
-    """The registers of the split that ends, O among them, while t's softmax begins another one."""
-    ended = []
-    for part in t.parts:
-        rows = softmax.make_rows(2)
+def registers_of_ended(t: Thread) -> Thread:
+    """Registers for a split that ends, with t's O; see `split_off`."""
+    ended = t._replace(parts=tuple(softmax.make_rows(2) for _ in t.parts))
+    for part in ended.parts:
+        softmax.reset(part)
+    return ended
+
+
+def split_off(t: Thread, ended: Thread) -> None:
+    """Keep the softmax of the split that ends, while t's begins another one."""
+    for rows, part in zip(ended.parts, t.parts, strict=True):
         for own, other in zip(rows, part, strict=True):
             own.store(other.load())
         softmax.reset(part)
-        ended.append(rows)
-    return t._replace(parts=tuple(ended))
 
 
 @cute.jit

@@ -107,6 +107,11 @@ class DecodePlan(NamedTuple):
         return self.threads + (WARPS * WARP if self.has_load_warps else 0)
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Those of a thread that loads, and of one that computes, where warps have roles."""
+        return decode.GROUP_REGISTERS if self.form.group_in_regs else decode.REGISTERS
+
+    @property
     def in_flight(self) -> int:
         """Blocks that the load warps have on their way besides the one that they wait for.
 
@@ -222,9 +227,14 @@ class DecodePlan(NamedTuple):
         return 1 if self.form.cluster > 1 else 0
 
     @property
+    def kept_in_stages(self) -> int:
+        """How many of these take the place of K and V: the last one, or all, if others are in registers."""
+        return self.kept if self.form.group_in_regs else min(self.kept, 1)
+
+    @property
     def group_ctas(self) -> int:
         """CTAs that share a group; where warps have roles each has groups alone."""
-        return 1 if self.has_load_warps else self.form.cluster
+        return 1 if self.has_load_warps or self.form.alone else self.form.cluster
 
     @property
     def merges_together(self) -> bool:
@@ -234,7 +244,7 @@ class DecodePlan(NamedTuple):
     @property
     def group_vectors(self) -> int:
         """Vectors of each thread for results of splits, besides those in the place of K and V."""
-        if not self.form.groups:
+        if not self.form.groups or self.form.group_in_regs:
             return 0
         return self.vectors * (self.kept - 1 if self.group_ctas > 1 else 1)
 
@@ -252,7 +262,8 @@ class DecodePlan(NamedTuple):
             4 * self.rows * (1 + max(self.kept, 1)),
             4 * self.rows * (self.key_warps + 4 * PARTS),
         )
-        group = decode.group_bytes(self.rows, self.features.Dv, self.form.cluster) if self.form.groups else 0
+        sizes = self.rows, self.features.Dv, self.form.cluster, self.form.group_in_regs
+        group = decode.group_bytes(*sizes) if self.form.groups else 0
         rings = _RING_BYTES if self.has_load_warps else 0
         return q + _COUNT_BYTES + rings + numbers + group + (p + shared if self.key_warps > 1 else 0)
 

@@ -10,13 +10,15 @@ together with PV of the block before it. With groups of splits each CTA has some
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from ...configs.decode import COMPUTE_REGISTERS, LOAD_REGISTERS, WARPS
+from ...configs.decode import WARPS
 from ..common import band as bands
 from ..common import ring, softmax
 from ..common.band import Span
@@ -30,29 +32,38 @@ from . import groups
 from .context import Context, NamedBarrier
 from .epilogue import epilogue
 from .load import load_k, load_q, load_v, locate, look_up_first, look_up_next
-from .mainloop import Splits, Thread, begin_split, split_off
+from .mainloop import Splits, Thread, begin_split, registers_of_ended, split_off
 from .merge import merge
-from .wide import block_softmax, issue_scores, last_pv, make_thread, operand_of_q
+from .wide import (
+    block_softmax,
+    end_splits,
+    issue_scores,
+    last_pv,
+    make_thread,
+    merges_under_scores,
+    operand_of_q,
+)
 
 
 @cute.jit
 def run(ctx: Context) -> None:
     """The whole of a CTA's work, each warp in its role."""
     plan, tile = ctx.plan, ctx.tile
+    load_registers, compute_registers = plan.registers
     if ctx.warp == 0:
         for edge in (ctx.load_k, ctx.load_v):
             ring.initialise(edge, readers=plan.compute_warps, writers=WARPS)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     if ctx.warp >= plan.compute_warps:
-        cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+        cute.arch.setmaxregister_decrease(load_registers)
         if tile.has_work:
             blocks = tile.blocks
             if cutlass.const_expr(plan.form.groups):
                 blocks = groups.blocks_of_all(ctx)
             _load(replace(ctx, warp=ctx.warp - plan.compute_warps), blocks)
     else:
-        cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
+        cute.arch.setmaxregister_increase(compute_registers)
         t = make_thread(ctx)
         if tile.has_work:
             if cutlass.const_expr(plan.form.groups):
@@ -147,6 +158,7 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span, splits: cutlass.Constexpr[S
         factors = block_softmax(ctx, t, blocks.first, True)
         softmax.rescale_output(rows_of(t.O), factors, ctx.plan.softmax)
         round_to(t.S, P)
+        ended = registers_of_ended(t)
         for n in cutlass.range(blocks.first + 1, blocks.last, unroll=1):
             before, at = at, ring.after(at, ctx.plan.stages)
             ring.wait_full(ctx.load_v, before)
@@ -154,13 +166,21 @@ def _mainloop(ctx: Context, t: Thread, blocks: Span, splits: cutlass.Constexpr[S
             partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
             # The branches enclose whole blocks, by votes, for wgmmas in flight (ptxas.md, P1 and P7).
             if cutlass.const_expr(splits is not None and splits.begins is not None):
-                ends = splits.begins(n)
-                if cute.arch.vote_any_sync(ends):
-                    _block_of_next_split(ctx, t, Q, P, n, at, before, splits)
+                begins, follows = splits.begins(n), merges_under_scores(ctx, splits, blocks, n)
+                if cute.arch.vote_any_sync(begins):
+                    _first_of_split(ctx, t, ended, Q, P, n, at, before)
                 elif cute.arch.vote_any_sync(partial):
                     _block(ctx, t, Q, P, n, at, before, True)
                 else:
-                    _block(ctx, t, Q, P, n, at, before, False)
+                    if cutlass.const_expr(splits.merge is not None):
+                        if cute.arch.vote_any_sync(follows):
+                            merge_ended = functools.partial(splits.merge, ended)
+                            _block(ctx, t, Q, P, n, at, before, False, merge_ended)
+                        else:
+                            _block(ctx, t, Q, P, n, at, before, False)
+                    else:
+                        _block(ctx, t, Q, P, n, at, before, False)
+                end_splits(ctx, splits, blocks, ended, n)
             else:
                 if cute.arch.vote_any_sync(partial):
                     _block(ctx, t, Q, P, n, at, before, True)
@@ -182,9 +202,15 @@ def _block(
     at: Cursor,
     before: Cursor,
     masked: cutlass.Constexpr,
+    under_scores: cutlass.Constexpr[Callable[[], None] | None] = None,
 ) -> None:
-    """S and P of block n, and PV of the one before it; both stages are free then."""
+    """S and P of block n, and PV of the one before it; both stages are free then.
+
+    under_scores: what is done to O while S is in flight.
+    """
     issue_scores(ctx, t, Q, at.stage)
+    if cutlass.const_expr(under_scores is not None):
+        under_scores()
     wgmma.accumulate(t.O, P, ctx.sV[None, None, before.stage], True)
     wgmma.wait(1)
     ring.release(ctx.load_k, at)
@@ -196,24 +222,23 @@ def _block(
 
 
 @cute.jit
-def _block_of_next_split(
+def _first_of_split(
     ctx: Context,
     t: Thread,
+    ended: Thread,
     Q: cute.Tensor | None,
     P: cute.Tensor,
     n: Int32,
     at: Cursor,
     before: Cursor,
-    splits: cutlass.Constexpr[Splits],
 ) -> None:
     """S and P of block n, with which a split begins, and PV of the one before it, with which another ends."""
     issue_scores(ctx, t, Q, at.stage)
     wgmma.accumulate(t.O, P, ctx.sV[None, None, before.stage], True)
     wgmma.wait(1)
     ring.release(ctx.load_k, at)
-    ended = split_off(t)
+    split_off(t, ended)
     block_softmax(ctx, t, n, True)
     wgmma.wait_after(t.parts[0].row_sum)
     ring.release(ctx.load_v, before)
     round_to(t.S, P)
-    splits.end(ended, n - 1)

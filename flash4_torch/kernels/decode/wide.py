@@ -13,11 +13,13 @@ whose bytes become float16 in registers, where no wgmma takes K and V from.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from ...configs.decode import KEYS, WARPS
 from ..common import band as bands
@@ -29,7 +31,7 @@ from ..common.warps import WARP
 from ..sm90 import wgmma
 from .context import Context
 from .load import Places, load_k, load_q, load_v, locate, look_up_first, look_up_next
-from .mainloop import Splits, Thread, fragment_of, split_off, thread_of, to_weights
+from .mainloop import Splits, Thread, fragment_of, registers_of_ended, split_off, thread_of, to_weights
 
 
 class _Step(NamedTuple):
@@ -90,6 +92,7 @@ def mainloop(ctx: Context, t: Thread, blocks: Span, splits: cutlass.Constexpr[Sp
         _start_step(ctx, blocks.first, last, at)
         Q = operand_of_q(ctx)
         _block_alone(ctx, t, Q, P, blocks.first, at)
+        ended = registers_of_ended(t)
         for n in cutlass.range(blocks.first + 1, last, unroll=1):
             at = _after(ctx, at, place)
             _start_step(ctx, n, last, at)
@@ -97,15 +100,22 @@ def mainloop(ctx: Context, t: Thread, blocks: Span, splits: cutlass.Constexpr[Sp
             place = locate(ctx, pages, blocks.first, n + stages)
             partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
             if cutlass.const_expr(splits is not None and splits.begins is not None):
-                ends = splits.begins(n)
-                if cute.arch.vote_any_sync(ends):
-                    _block_of_next_split(ctx, t, Q, P, n, at, splits)
+                begins, follows = splits.begins(n), merges_under_scores(ctx, splits, blocks, n)
+                # The branches enclose whole blocks, by votes, for wgmmas in flight (ptxas.md, P1 and P7).
+                if cute.arch.vote_any_sync(begins):
+                    _first_of_split(ctx, t, ended, Q, P, n, at)
+                elif cute.arch.vote_any_sync(partial):
+                    _block(ctx, t, Q, P, n, at, True)
                 else:
-                    # The branch encloses whole blocks, by a vote, for wgmmas in flight (ptxas.md, P1 and P7).
-                    if cute.arch.vote_any_sync(partial):
-                        _block(ctx, t, Q, P, n, at, True)
+                    if cutlass.const_expr(splits.merge is not None):
+                        if cute.arch.vote_any_sync(follows):
+                            merge_ended = functools.partial(splits.merge, ended)
+                            _block(ctx, t, Q, P, n, at, False, merge_ended)
+                        else:
+                            _block(ctx, t, Q, P, n, at, False)
                     else:
                         _block(ctx, t, Q, P, n, at, False)
+                end_splits(ctx, splits, blocks, ended, n)
             else:
                 if cute.arch.vote_any_sync(partial):
                     _block(ctx, t, Q, P, n, at, True)
@@ -143,9 +153,15 @@ def _block(
     n: Int32,
     at: _Step,
     masked: cutlass.Constexpr,
+    under_scores: cutlass.Constexpr[Callable[[], None] | None] = None,
 ) -> None:
-    """S and P of block n, and PV of the one before it."""
+    """S and P of block n, and PV of the one before it.
+
+    under_scores: what is done to O while S is in flight.
+    """
     issue_scores(ctx, t, Q, at.stage)
+    if cutlass.const_expr(under_scores is not None):
+        under_scores()
     wgmma.accumulate(t.O, P, ctx.sV[None, None, at.before], True)
     wgmma.wait(1)
     factors = block_softmax(ctx, t, n, masked)
@@ -155,14 +171,14 @@ def _block(
 
 
 @cute.jit
-def _block_of_next_split(
+def _first_of_split(
     ctx: Context,
     t: Thread,
+    ended: Thread,
     Q: cute.Tensor | None,
     P: cute.Tensor,
     n: Int32,
     at: _Step,
-    splits: cutlass.Constexpr[Splits],
 ) -> None:
     """S and P of block n, with which a split begins, and PV of the one before it, with which another ends.
 
@@ -171,11 +187,44 @@ def _block_of_next_split(
     issue_scores(ctx, t, Q, at.stage)
     wgmma.accumulate(t.O, P, ctx.sV[None, None, at.before], True)
     wgmma.wait(1)
-    ended = split_off(t)
+    split_off(t, ended)
     block_softmax(ctx, t, n, True)
     wgmma.wait_after(t.parts[0].row_sum)
     round_to(t.S, P)
-    splits.end(ended, n - 1)
+
+
+@cute.jit
+def merges_under_scores(ctx: Context, splits: cutlass.Constexpr[Splits], blocks: Span, n: Int32) -> Boolean:
+    """Whether the split that ended before block n - 1 is merged while S of block n is in flight.
+
+    Block n then is no special one in another way, as each kind has a copy of the code.
+    """
+    merges = Boolean(False)
+    if cutlass.const_expr(splits.merge is not None):
+        partial = bands.is_partial(ctx.tile.band, ctx.plan.band, n, *ctx.tile.tokens)
+        merges = (n < blocks.last) & (n - 1 > blocks.first) & splits.begins(n - 1)
+        merges = merges & ~(partial | splits.begins(n))
+    return merges
+
+
+@cute.jit
+def end_splits(
+    ctx: Context, splits: cutlass.Constexpr[Splits], blocks: Span, ended: Thread, n: Int32
+) -> None:
+    """What is left to do after block n, with nothing in flight, to the split that ended before it, or before
+    the block before it.
+    """
+    begins = splits.begins(n)
+    if cutlass.const_expr(splits.merge is None):
+        if cute.arch.vote_any_sync(begins):
+            splits.end(ended, n - 1)
+    else:
+        ends_now = begins & ~merges_under_scores(ctx, splits, blocks, n + 1)
+        if cute.arch.vote_any_sync(ends_now):
+            splits.merge(ended)
+        if cutlass.const_expr(splits.close is not None):
+            if cute.arch.vote_any_sync(ends_now | merges_under_scores(ctx, splits, blocks, n)):
+                splits.close(n - 1 if begins else n - 2)
 
 
 @cute.jit
