@@ -165,8 +165,9 @@ def backward(
     parts = []
     for batch in blocks(range(B), size):
         at = slice(batch.start, batch.stop)
-        given: list[Any] = [None if x is None else x[at] for x in (dout, dlse, q, k, v, out, lse, lse_low)]
-        parts.append(_backward(*given, scoring=scoring, B=B, batch=batch))
+        rows = dout[at], None if dlse is None else dlse[at], q[at], k[at], v[at], out[at], lse[at]
+        low = None if lse_low is None else lse_low[at]
+        parts.append(_backward(*rows, low, scoring, B, batch))
     dq, dk, dv = (torch.cat(x) for x in zip(*parts, strict=True))
     return dq, dk, dv
 

@@ -33,7 +33,7 @@ class _Counters(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _counters(heads: tuple[int, ...], i_words: range, j_words: range) -> _Counters:
-    """In the order (heads, i_words, j_words), from the lowest lane on."""
+    """Those of each call, in the order (heads, i_words, j_words) from the lowest lane on."""
     calls = [(j, i, head & _WORD) for head in heads for i in i_words for j in j_words]
     j, i, h = (_joined(list(words)) for words in zip(*calls, strict=True))
     return _Counters(j, i, h, _joined([1] * len(calls)))

@@ -371,7 +371,7 @@ _FAITHFUL = 2.0**6
 
 def is_faithful(lse: Tensor) -> bool:
     """Whether every lse is so small that its rounding error does not matter."""
-    largest: float = lse.abs().max().item()
+    largest: float = lse.abs().max().item() if lse.numel() else 0.0
     return largest < _FAITHFUL
 
 

@@ -58,7 +58,7 @@ def test_parts_of_a_batch_equal_tiles(
 
 @given(st.sampled_from([torch.bfloat16, torch.float16]), st.booleans(), st.integers(0, 99))
 def test_products_in_16_bits_are_as_exact_as_torchs(dtype: torch.dtype, biased: bool, seed: int) -> None:
-    """Where a CPU multiplies in 16 bits, and where it does not."""
+    """The law holds where a CPU multiplies in 16 bits, and where it does not."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v, dout = (torch.randn(2, 33, 2, 16, generator=generator).to(dtype) for _ in range(4))
     mask = torch.randn(1, 2, 33, 33, generator=generator) if biased else None
