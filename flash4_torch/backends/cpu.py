@@ -36,6 +36,8 @@ _ADDED = {dtype: tuple(torch.tensor([0.0, -torch.inf], dtype=dtype).unbind()) fo
 """What a bool mask adds to scores where it is True, and where it is False."""
 
 
+_MANY = 1 << 13
+"""Scores from which on products in 16 bits take less time than the calls that make them."""
 _FEW = 64
 """Numbers that Python examines in less time than torch."""
 
@@ -225,9 +227,10 @@ def _is_simple(inputs: Inputs, problem: Problem) -> bool:
 
 def _is_faster_at_once(inputs: Inputs, problem: Problem) -> bool:
     """Whether a backward in 16 bits is best written in torch's products: its kernel's are slower."""
-    dtype = inputs.q.dtype
+    dtype, extent = inputs.q.dtype, problem.extent
     return (
         dtype in (torch.bfloat16, torch.float16)
+        and extent.B * extent.Hq * extent.Sq * extent.Sk >= _MANY
         and at_once.products_dtype(dtype) == dtype
         and inputs.sinks is None
         and at_once.is_small(inputs.q, inputs.k, scoring(inputs, problem))

@@ -2,7 +2,9 @@
 
 The backend that would serve these calls runs torch's kernel, too. In a graph nothing has to be decided
 anymore, and the graph of stock attention holds just that operator, so that a call into Python would lose.
-As everywhere in torch, a score that is infinite or NaN may then leave zeros instead of NaN.
+In eager mode the backend computes anew what the kernel makes of infinite and NaN scores; a graph cannot. It
+turns a row whose scores are infinite into NaN, too. Of NaN in a query that no value has (as in attention to
+other tokens), the kernel may make zeros where there are few keys, as in stock attention.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ def _attention(
         return NotImplemented
     added = _added(attn_mask, q.dtype)
     out, lse = _forward(*_heads_first(q, k, v), 0.0, causal, attn_mask=added, scale=options[0])
+    if q.dtype in (torch.bfloat16, torch.float16):
+        # The kernel's zeros, where a score is infinite: 0 * inf is NaN. In float32 it makes none.
+        out = out + (lse * 0.0)[..., None].to(out.dtype)
     low = lse.new_empty(*lse.shape[:2], 0)
     if has_float_mask(attn_mask):
         # Nobody asks for it: the backward below finds it by itself. So it is not computed.

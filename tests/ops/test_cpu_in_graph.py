@@ -84,6 +84,18 @@ def test_backward(call: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("S", [5, 16, 40])
+def test_an_infinite_key_poisons_the_rows_that_see_it(dtype: torch.dtype, S: int) -> None:
+    q, k, v = (
+        torch.randn(1, S, 1, 32, generator=torch.Generator().manual_seed(0)).to(dtype) for _ in range(3)
+    )
+    k[0, 1, 0, 0] = torch.inf
+    call = q, k, v, None, None, None, *CallOptions(1.0)
+    _, out = traced(lambda *args: schema.attention(*args)[0], *call)
+    assert out[0, :, 0].isnan().any(-1).equal(q[0, :, 0, 0] > 0)
+
+
 def test_what_the_kernel_does_not_serve_keeps_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 4, 2, 8)
     options = CallOptions(0.3)
