@@ -103,8 +103,11 @@ def _served(
     """Whether a call that torch's kernel serves is causal; None if it does not serve it, whatever unknown
     sizes may turn out to be."""
     # Loads sympy, as compiling does.
+    from torch._inductor.virtualized import V
     from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
 
+    if V.aot_compilation is True:
+        return None  # packages without Python call back to our operator, which chooses where it is loaded
     plain = sinks is None and left is None and not softcap and not dropout_p and scale >= _TINY
     if q.device.type != "cpu" or not plain or env.BACKEND.get():
         return None
