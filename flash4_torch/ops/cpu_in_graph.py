@@ -107,7 +107,7 @@ def _served(
     from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
 
     if V.aot_compilation is True:
-        return None  # packages without Python call back to our operator, which chooses where it is loaded
+        return None  # such packages call back to our operator, which chooses where they are loaded
     plain = sinks is None and left is None and not softcap and not dropout_p and scale >= _TINY
     if q.device.type != "cpu" or not plain or env.BACKEND.get():
         return None
