@@ -18,7 +18,8 @@ class Results(NamedTuple):
     out: Tensor
     lse: Tensor
     lse_low: Tensor | None = None
-    """Rounding error of lse, with a floating attn_mask: lse + lse_low is exact to twice the digits."""
+    """Rounding error of lse, with a floating attn_mask: lse + lse_low is exact to twice the digits. From a
+    launch, None says that it does not matter."""
     weights: Tensor | None = None
     """Attention weights, if the launch was prepared with them."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved, has_float_mask
-from ..reference import sinks, tiled
+from ..reference import at_once, sinks, tiled
 from ..reference.scoring import working_dtype
 from . import sequences
 from .base import (
@@ -20,6 +20,7 @@ from .base import (
     Launch,
     Order,
     Results,
+    Views,
     WithoutWeights,
 )
 from .compiled.tensors import contiguous_strides
@@ -35,6 +36,8 @@ _ADDED = {dtype: tuple(torch.tensor([0.0, -torch.inf], dtype=dtype).unbind()) fo
 """What a bool mask adds to scores where it is True, and where it is False."""
 
 
+_MANY = 1 << 13
+"""Scores from which on products in 16 bits take less time than the calls that make them."""
 _FEW = 64
 """Numbers that Python examines in less time than torch."""
 
@@ -75,14 +78,8 @@ class Cpu(CallsTorch, WithoutWeights):
         mask, causal = _added(inputs.attn_mask, q.dtype), is_causal(problem)
         out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=problem.scale)
         lse = lse.contiguous()
-        nothing = None
-        if inputs.attn_mask is not None:
-            nothing = sees_nothing(inputs.attn_mask, causal, problem.extent.Sq)
-            nothing = nothing if nothing.any() else None
-        if _is_odd(lse, nothing) and not _has_finite_scores(inputs, problem):
+        if _is_odd(lse) and not _is_explained(lse, inputs, problem):
             return Tiled().forward(inputs, problem)
-        if nothing is not None:
-            lse.masked_fill_(nothing, -torch.inf)
         low = None
         if has_float_mask(inputs.attn_mask):
             low = tiled.lse_low(inputs.q, inputs.k, lse, scoring(inputs, problem))
@@ -92,15 +89,14 @@ class Cpu(CallsTorch, WithoutWeights):
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         if problem.spec.varlen:
             return sequences.backward(saved, inputs, problem, self._or_tiled)
-        dout = saved.dout
+        if _is_faster_at_once(inputs, problem):
+            return Tiled().backward(saved, inputs, problem)
+        dout, q, k, v, out = heads_first(saved.dout, inputs.q, inputs.k, inputs.v, saved.out)
         if saved.lse_low is not None:
-            # The kernel's weights are exp(scores - lse). They all multiply dout, which can take the factor.
-            dout = dout * torch.exp(-saved.lse_low).transpose(1, 2)[..., None].to(dout.dtype)
-        dout, q, k, v, out = heads_first(dout, inputs.q, inputs.k, inputs.v, saved.out)
+            dout = _corrected(dout, saved.lse_low)
         mask, lse = _added(inputs.attn_mask, q.dtype), saved.lse
         if mask is not None:
-            # exp(-inf - -inf) would be NaN; the kernel itself gives a row that sees nothing 0.
-            lse = lse.masked_fill(lse == -torch.inf, 0.0)
+            lse = _without_infinity(lse)
         grads = _backward(
             dout, q, k, v, out, lse, 0.0, is_causal(problem), attn_mask=mask, scale=problem.scale
         )
@@ -109,24 +105,32 @@ class Cpu(CallsTorch, WithoutWeights):
 
     def prepare(self, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST) -> Launch | None:
         careful = super().prepare(inputs, problem, order)
-        if not _is_simple(inputs, problem):
+        if careful is None or not _is_simple(inputs, problem):
             return careful
-        causal, scale = is_causal(problem), problem.scale
+        causal, scale, dtype = is_causal(problem), problem.scale, inputs.q.dtype
         heads_first, out_heads_first = order
         q_layout, k_layout, v_layout = (Layout.of(x.transpose(1, 2)) for x in inputs[:3])
         out_made = _Made.of(inputs.q)  # D and Dv are equal
+        seen = Views.of(inputs, order)
 
-        def launch(q: Tensor, k: Tensor, v: Tensor, *others: None) -> tuple[Any, ...]:
-            if heads_first:
+        def launch(
+            q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *others: None
+        ) -> tuple[Any, ...]:
+            given = q, k, v
+            if not heads_first:
+                q, k, v = view(q, *q_layout), view(k, *k_layout), view(v, *v_layout)
+            if attn_mask is None:
                 out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
             else:
-                out, lse = _forward(
-                    view(q, *q_layout), view(k, *k_layout), view(v, *v_layout), 0.0, causal, scale=scale
-                )
+                out, lse = _forward(q, k, v, 0.0, causal, attn_mask=_added(attn_mask, dtype), scale=scale)
             lse = lse.contiguous()
-            if _is_odd(lse, None) and careful is not None:
-                return careful(q, k, v)
-            return out if out_heads_first else out_made.returned(out, False), lse, None, None
+            if _is_odd(lse) and not _is_explained(lse, seen(*given, attn_mask), problem):
+                return careful(*given, attn_mask)
+            low = None
+            if has_float_mask(attn_mask) and not tiled.is_faithful(lse):
+                inputs = seen(*given, attn_mask)
+                low = tiled.lse_low(inputs.q, inputs.k, lse, scoring(inputs, problem))
+            return out if out_heads_first else out_made.returned(out, False), lse, low, None
 
         return launch
 
@@ -135,9 +139,9 @@ class Cpu(CallsTorch, WithoutWeights):
     ) -> BackwardLaunch | None:
         careful = super().prepare_backward(saved, inputs, problem, order)
         in_place = saved.dout.stride(-1) == saved.out.stride(-1) == 1
-        if not in_place or not _is_simple(inputs, problem):
+        if not in_place or not _is_simple(inputs, problem) or _is_faster_at_once(inputs, problem):
             return careful
-        causal, scale = is_causal(problem), problem.scale
+        causal, scale, dtype = is_causal(problem), problem.scale, inputs.q.dtype
         heads_first, out_heads_first = order
         given = saved.dout, saved.out, *inputs[:3]
         dout_layout, out_layout, *layouts = (Layout.of(x.transpose(1, 2)) for x in given)
@@ -145,13 +149,27 @@ class Cpu(CallsTorch, WithoutWeights):
         q_made, k_made, v_made = (_Made.of(x) for x in inputs[:3])
 
         def launch(
-            dout: Tensor, out: Tensor, lse: Tensor, low: None, q: Tensor, k: Tensor, v: Tensor, *others: None
+            dout: Tensor,
+            out: Tensor,
+            lse: Tensor,
+            low: Tensor | None,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            attn_mask: Tensor | None = None,
+            *others: None,
         ) -> tuple[Any, ...]:
             if not out_heads_first:
                 dout, out = view(dout, *dout_layout), view(out, *out_layout)
             if not heads_first:
                 q, k, v = view(q, *q_layout), view(k, *k_layout), view(v, *v_layout)
-            dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+            if attn_mask is None:
+                grads = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+            else:
+                mask, lse = _added(attn_mask, dtype), _without_infinity(lse)
+                dout = dout if low is None else _corrected(dout, low)
+                grads = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+            dq, dk, dv = grads
             return (
                 q_made.returned(dq, heads_first),
                 k_made.returned(dk, heads_first),
@@ -202,18 +220,54 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _is_simple(inputs: Inputs, problem: Problem) -> bool:
-    """Whether torch's kernel takes q, k and v in place, and there is nothing else."""
+    """Whether torch's kernel takes q, k and v in place, and there is nothing else than a mask."""
     in_place = all(x.stride(-1) == 1 for x in inputs[:3])
-    return in_place and not problem.spec.varlen and inputs.attn_mask is None and inputs.sinks is None
+    return in_place and inputs.sinks is None and not problem.spec.varlen
 
 
-def _is_odd(lse: Tensor, nothing: Tensor | None) -> bool:
-    """Whether a row that sees a key has an lse of 0, infinity or NaN, the only traces of bad scores.
+def _is_faster_at_once(inputs: Inputs, problem: Problem) -> bool:
+    """Whether a backward in 16 bits is best written in torch's products: its kernel's are slower."""
+    dtype, extent = inputs.q.dtype, problem.extent
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and extent.B * extent.Hq * extent.Sq * extent.Sk >= _MANY
+        and at_once.products_dtype(dtype) == dtype
+        and inputs.sinks is None
+        and at_once.is_small(inputs.q, inputs.k, scoring(inputs, problem))
+    )
+
+
+def _corrected(dout: Tensor, low: Tensor) -> Tensor:
+    """dout (B, H, S, D) for an lse with the rounding error `low`: the kernel's weights, exp(scores - lse),
+    all multiply dout, which can take the factor."""
+    return dout * torch.exp(-low)[..., None].to(dout.dtype)
+
+
+def _without_infinity(lse: Tensor) -> Tensor:
+    """lse for the backward's kernel, 0 in rows that see nothing: exp(-inf - -inf) would be NaN, and the
+    kernel itself gives such a row 0."""
+    return lse.nan_to_num(torch.nan, torch.inf, 0.0)
+
+
+def _is_explained(lse: Tensor, inputs: Inputs, problem: Problem) -> bool:
+    """Whether an odd lse is right. Rows that see nothing have 0, and get -inf here."""
+    mask = inputs.attn_mask
+    if mask is not None:
+        nothing = sees_nothing(mask, is_causal(problem), problem.extent.Sq)
+        if nothing.any():
+            if _is_odd(lse.masked_fill_(nothing, 1.0)) and not _has_finite_scores(inputs, problem):
+                return False
+            lse.masked_fill_(nothing, -torch.inf)
+            return True
+    return _has_finite_scores(inputs, problem)
+
+
+def _is_odd(lse: Tensor) -> bool:
+    """Whether a row has an lse of 0, infinity or NaN, the only traces of bad scores; so has one that sees
+    nothing.
 
     lse: without gaps in memory.
     """
-    if nothing is not None:
-        lse = lse.masked_fill(nothing, 1.0)
     count = lse.numel()
     if count <= _FEW:
         numbers = view(lse, (count,), (1,)).tolist()

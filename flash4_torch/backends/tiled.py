@@ -34,15 +34,13 @@ class Tiled(CallsTorch):
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         if problem.spec.varlen:
             return sequences.backward(saved, inputs, problem, lambda dense: self)
+        given = saved.dout, saved.dlse, inputs.q, inputs.k, inputs.v, saved.out, saved.lse
+        scores = scoring(inputs, problem)
+        if inputs.sinks is None and not saved.mask_grad and at_once.is_small(inputs.q, inputs.k, scores):
+            return Grads(*at_once.backward(*given, saved.lse_low, scores))
         grads = tiled.backward(
-            saved.dout,
-            saved.dlse,
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            saved.out,
-            saved.lse,
-            scoring(inputs, problem),
+            *given,
+            scores,
             mask_grad=saved.mask_grad,
             lse_low=saved.lse_low,
         )

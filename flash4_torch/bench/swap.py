@@ -202,7 +202,7 @@ def _sentence(row: Row) -> str:
     """A slow cell in full."""
     ratio, seconds = ratio_of(row), row["seconds"]
     words = ", ".join(f"{name} {plain(row[name])}" for name in KIND)
-    served = ", ".join(sorted(set(row["served_by"].values())))
+    served = ", ".join(sorted(set(row["served_by"].values()))) or "torch's own operators"
     return (
         f"  {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}, {ratio.rounds} rounds): "
         f"{1e3 * seconds['stock']['median']:.3f} and {1e3 * seconds['flash4']['median']:.3f} ms, "

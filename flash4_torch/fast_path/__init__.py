@@ -2,11 +2,12 @@
 
 Argument checks, the dispatcher and the choice of a backend take several times as long as a launch. They do
 not look at any tensor's values, so their result is the same for the same sizes, strides, dtypes and flags.
-The law here: the fast path may only do what the slow path would do. One exception differs by a rounding: it
-computes output and weights of a small call on a CPU in one go. So it is taken if
+The law here: the fast path may only do what the slow path would do. Two exceptions differ by a rounding, both
+small calls on a CPU: output and weights are computed in one go, and modules in evaluation make the same call
+into torch as stock ones (`nn/fused.py`). So it is taken if
 
 - the slow path has served a call of the same signature, and its backend could `prepare` a launch for it
-  (calls that return weights take it from the first one on, so that they repeat bit for bit);
+  (where roundings may differ, it is taken from the first one on, so that calls repeat bit for bit);
 - no observer is active that it would bypass: no tangent is requested; no mode, subclass, transform, tracer or
   profiler is active; autocast would change no tensor; fresh memory is not filled (deterministic algorithms);
   no environment variable or context chooses or observes a backend; no hook takes the tensors autograd saves.

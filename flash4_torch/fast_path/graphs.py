@@ -22,7 +22,7 @@ from torch._C import _is_any_autocast_enabled
 from ..backends import ALIGNMENT
 from ..ops import schema
 from ..ops.after_import import after_import
-from ..ops.impl import backward_of, describe_inputs, signed_weights_of, weights_of
+from ..ops.impl import backward_of, describe_inputs, low_of, signed_weights_of, weights_of
 from ..problem import CallOptions, Inputs, Problem, Saved, SavedWeights, allows_tf32, has_float_mask
 from . import recent
 from .conditions import must_take_slow_path, prepares
@@ -110,11 +110,13 @@ def _attention(results: Results, *args: Any) -> Launch | None:
     if launch is None:
         return None
     # Without a floating mask it has no elements, and all calls share it.
-    no_low = results[2]
+    no_low = None if has_float_mask(attn_mask) else results[2]
 
     def attention(*args: Any) -> Results:
         out, lse, low, _ = launch(*args[:6])
-        return out, lse, no_low if low is None else low
+        if low is None:
+            low = torch.zeros_like(lse) if no_low is None else no_low
+        return out, lse, low
 
     return attention
 
@@ -122,7 +124,7 @@ def _attention(results: Results, *args: Any) -> Launch | None:
 def _attention_backward(results: Results, *args: Any) -> Launch | None:
     dout, dlse, q, k, v, out, lse, low, *masked_by = args
     attn_mask, sinks, rng_state, *options, mask_grad = masked_by
-    if dlse is not None or mask_grad or (low is None and has_float_mask(attn_mask)):
+    if dlse is not None or mask_grad:
         return None
     if low is not None and not low.is_contiguous():
         return None
@@ -133,9 +135,12 @@ def _attention_backward(results: Results, *args: Any) -> Launch | None:
     if launch is None:
         return None
     no_dmask, no_dsinks = results[3:]
+    has_no_low = low is None and has_float_mask(attn_mask)
 
     def backward(*args: Any) -> Results:
         dout, _, q, k, v, out, lse, low, attn_mask, sinks, rng_state, *_ = args
+        if has_no_low:
+            low = low_of(lse, Inputs(q, k, v, attn_mask, sinks, rng_state), problem)
         dq, dk, dv, dsinks = launch(dout, out, lse, low, q, k, v, attn_mask, sinks, rng_state)
         return dq, dk, dv, no_dmask, no_dsinks if dsinks is None else dsinks
 
@@ -203,7 +208,7 @@ def _in_inductor() -> None:
             )
 
         exact_strides = lowering.tag_to_layout_constraint(torch.Tag.needs_exact_strides)
-        lowering.make_fallback(op, layout_constraint=exact_strides, warn=False)
+        lowering.make_fallback(op, exact_strides, warn=False, override_decomp=True)
         lowering.lowerings[op] = handler
 
     for name in _PREPARES:

@@ -46,15 +46,20 @@ def merge(
     """
     if key_padding_mask is None and attn_mask is None:
         return None
-    padding, mask = _widen(key_padding_mask, extra_keys), _widen(attn_mask, extra_keys)
+    merged = ignored(_widen(key_padding_mask, extra_keys), _widen(attn_mask, extra_keys), num_heads)
+    if merged is None or merged.is_floating_point():
+        return merged
+    return merged.logical_not()
+
+
+def ignored(key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int) -> Tensor | None:
+    """Both masks as one of four dimensions, as the module takes them: True where a key is ignored."""
+    padding, mask = key_padding_mask, attn_mask
     if padding is not None:
         padding = (padding if padding.dim() == 2 else padding[None])[:, None, None]
     if mask is not None:
         mask = mask[None, None] if mask.dim() == 2 else _split_heads(mask, num_heads)
-    ignored = _both(padding, mask)
-    if ignored is None or ignored.is_floating_point():
-        return ignored
-    return ignored.logical_not()
+    return _both(padding, mask)
 
 
 def _empty_like(mask: Tensor | None) -> Tensor | None:

@@ -20,7 +20,7 @@ from ..fast_path import FastAutograd, FastCall, recent
 from ..fast_path.conditions import must_take_slow_path
 from ..ops import autograd
 from ..problem import allows_tf32
-from . import padding
+from . import fused, padding
 from .contract import Call
 
 Signature = tuple[Any, ...]
@@ -40,6 +40,8 @@ class Prepared(NamedTuple):
     batch_first: bool
     reads_attn_mask: bool
     wants_grad: bool
+    is_fused: bool
+    """Whether torch's own call serves the module, and the attention only rows that see nothing."""
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """q, k and v (N, S, H, D), views of the projection."""
@@ -168,19 +170,23 @@ def _is_usual(module: nn.MultiheadAttention, call: Call, parameters: _Parameters
 def record(
     signature: Signature,
     attention: FastCall | None,
-    num_heads: int,
-    batch_first: bool,
+    module: nn.MultiheadAttention,
+    call: Call,
     reads_attn_mask: bool,
-) -> None:
-    """Remembers a call that the slow path has served, and its attention if that is prepared."""
+) -> Prepared | None:
+    """Remembers a call that the slow path has served, or torch's own call will, and its attention if that is
+    prepared."""
     if attention is None:
-        return
+        return None
     wants_grad: bool = signature[_WANTS_GRAD]
     if wants_grad and not isinstance(attention, FastAutograd):
-        return  # only the output projection has gradients
+        return None  # only the output projection has gradients
     if len(_calls) >= _MOST:
         clear()
-    _calls[signature] = Prepared(attention, num_heads, batch_first, reads_attn_mask, wants_grad)
+    is_fused = not wants_grad and fused.serves(module, call)
+    found = Prepared(attention, module.num_heads, module.batch_first, reads_attn_mask, wants_grad, is_fused)
+    _calls[signature] = found
+    return found
 
 
 def clear() -> None:
@@ -191,6 +197,10 @@ def clear() -> None:
 
 def run(prepared: Prepared, call: Call, parameters: _Parameters) -> tuple[Tensor, Tensor | None]:
     """The module's output and the weights, or None."""
+    if prepared.is_fused:
+        both = fused.run(call, parameters, prepared.num_heads)
+        if both is not None:
+            return both
     mask = padding.merge(
         call.key_padding_mask, call.attn_mask if prepared.reads_attn_mask else None, prepared.num_heads, 0
     )

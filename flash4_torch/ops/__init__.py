@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..problem import CallOptions
-from . import autograd, fake, impl, schema, vmap, weights_in_graph
+from . import autograd, cpu_in_graph, fake, impl, schema, vmap, weights_in_graph
 from .after_import import after_import
 from .autocast import autocast_inputs
 from .decomposition import decompositions
@@ -127,6 +127,7 @@ __all__ = [
     "attention_varlen",
     "autocast_inputs",
     "autograd",
+    "cpu_in_graph",
     "decompositions",
     "draw_rng_state",
     "fake",

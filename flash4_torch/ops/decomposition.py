@@ -136,6 +136,11 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     return weights, lse.squeeze(-1), low.masked_fill(total == 0.0, 0.0).squeeze(-1)
 
 
+def lse_low(q: Tensor, k: Tensor, attn_mask: Tensor | None, *scoring: Any) -> Tensor:
+    """The rounding error of lse, of all scores at once."""
+    return softmax(masked(scores(q, k, *scoring), attn_mask), None)[2]
+
+
 def column(sinks: Tensor, scores: Tensor) -> Tensor:
     """The sinks as the scores of one more key, (B, Hq, Sq, 1)."""
     return sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)

@@ -139,14 +139,21 @@ def _attention_backward(
     forward = describe(q, v.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*options))
     problem = backward_of(with_state(forward, rng_state), dlse, mask_grad)
     inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
-    if lse_low is None and has_float_mask(attn_mask):
-        lse_low = tiled.lse_low(q, k, lse, scoring(inputs, problem))
+    if lse_low is None:
+        lse_low = low_of(lse, inputs, problem)
     saved = Saved(dout, dlse, out, lse, mask_grad, lse_low)
     dq, dk, dv, *others = backends.choose(problem).backward(saved, inputs, problem)
     return (
         *map(as_gradient, (dq, dk, dv), (q, k, v)),
         *(q.new_empty(0) if x is None else x for x in others),
     )
+
+
+def low_of(lse: Tensor, inputs: Inputs, problem: Problem) -> Tensor | None:
+    """The rounding error of a forward's lse, None if it does not matter."""
+    if not has_float_mask(inputs.attn_mask) or tiled.is_faithful(lse):
+        return None
+    return tiled.lse_low(inputs.q, inputs.k, lse, scoring(inputs, problem))
 
 
 def _attention_varlen(

@@ -7,14 +7,21 @@ calls into torch cost more than memory.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .scoring import Scoring, working_dtype
-from .tiled import blocks
+from ..problem import has_float_mask
+from .dropout import Dropout
+from .scoring import Scoring, mask_tile, working_dtype
+from .tiled import blocks, is_faithful
 
+_ADDED: dict[torch.dtype, Any] = {
+    dtype: torch.tensor([0.0, -torch.inf], dtype=dtype).unbind() for dtype in (torch.float32, torch.float64)
+}
+"""What a bool mask adds to scores where it is True, and where it is False."""
 _MOST = 1 << 21
 """Scores held at once, in float32 8 MiB."""
 
@@ -68,36 +75,142 @@ def _of(
     q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, B: int, batch: range, average_heads: bool | None
 ) -> Everything:
     """`forward` of some of B batch entries, whose tensors q, k and v are."""
-    dtype, work = q.dtype, working_dtype(q.dtype)
-    if dtype != work:
-        q, k, v = q.to(work), k.to(work), v.to(work)
-    (_, Sq, Hq, _), Sk = q.shape, k.shape[1]
-    rows, keys, mask = range(Sq), range(Sk), scoring.attn_mask
-    scores = (q * scoring.scale).transpose(1, 2) @ k.permute(0, 2, 3, 1)
-    biased = False
-    for bias in scoring.biases(scores, Sq, Sk, batch, rows, keys):
-        scores += bias
-        biased = True
+    dtype, products = q.dtype, products_dtype(q.dtype)
+    if dtype != products:
+        q, k, v = q.to(products), k.to(products), v.to(products)
+    scores, biased = _scores(q, k, scoring, batch)
     highest = scores.amax(-1)
     weights = torch.softmax(scores, -1)
     log_sum = weights.amax(-1).log_()
     lse, low = highest - log_sum, None
-    if biased:
+    # A row that sees nothing makes it NaN.
+    if biased and not is_faithful(lse):
         nothing = highest == -torch.inf
-        if nothing.any():
-            weights.masked_fill_(nothing[..., None], 0.0)
-            lse.masked_fill_(nothing, -torch.inf)
-        if mask is not None and mask.is_floating_point():
+        weights.masked_fill_(nothing[..., None], 0.0)
+        lse.masked_fill_(nothing, -torch.inf)
+        if has_float_mask(scoring.attn_mask):
             # Knuth's TwoSum: exact, whichever of the two is larger.
             part = lse - highest
             low = ((highest - (lse - part)) - (log_sum + part)).masked_fill_(nothing, 0.0)
+    elif has_float_mask(scoring.attn_mask):
+        low = torch.zeros_like(lse)
     if scoring.dropout is not None:
-        keep = scoring.dropout.tile((B, Hq, Sq, Sk), batch, rows, keys)
-        weights *= scoring.dropout.factors(keep, work)
-    out = (weights @ v.transpose(1, 2)).transpose(1, 2).contiguous()
+        weights *= _factors(scoring.dropout, weights, B, batch)
+    out = (weights.to(products) @ v.transpose(1, 2)).transpose(1, 2).contiguous().to(dtype)
     shown = None
     if average_heads is not None:
-        shown = weights.mean(1) if average_heads else weights
-    if dtype != work:
-        out, shown = out.to(dtype), None if shown is None else shown.to(dtype)
+        shown = (weights.mean(1) if average_heads else weights).to(dtype)
     return Everything(out, lse, low, shown)
+
+
+_IN_16_BITS = {
+    dtype: getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", bool)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+}
+
+
+@lru_cache
+def products_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of matrix products: that of the tensors, if this CPU multiplies in it."""
+    multiplies = _IN_16_BITS.get(dtype)
+    return dtype if multiplies is not None and multiplies() else working_dtype(dtype)
+
+
+def _scores(q: Tensor, k: Tensor, scoring: Scoring, batch: range) -> tuple[Tensor, bool]:
+    """The masked scores in the working dtype, and whether there is a mask or a band."""
+    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).to(working_dtype(q.dtype)).mul_(scoring.scale)
+    mask, (left, right), biased = scoring.attn_mask, scoring.band, False
+    Sq, Sk = scores.shape[-2:]
+    if mask is not None:
+        if len(batch) < mask.shape[0]:
+            mask = mask_tile(mask, batch, range(Sq), range(Sk))
+        nothing, hidden = _ADDED[scores.dtype]
+        scores += torch.where(mask, nothing, hidden) if mask.dtype == torch.bool else mask
+        biased = True
+    if not scoring.band.hides_nothing(Sq, Sk):
+        # One of both bounds alone, as `is_small` says.
+        outside = scores.new_full((Sq, Sk), -torch.inf)
+        if left is not None:
+            outside.tril_(Sk - Sq - left - 1)
+        elif right is not None:
+            outside.triu_(Sk - Sq + right + 1)
+        scores += outside
+        biased = True
+    return scores, biased
+
+
+def _factors(dropout: Dropout, weights: Tensor, B: int, batch: range) -> Tensor:
+    """What dropout multiplies the weights of some of B batch entries by."""
+    _, Hq, Sq, Sk = weights.shape
+    keep = dropout.tile((B, Hq, Sq, Sk), batch, range(Sq), range(Sk))
+    return dropout.factors(keep, weights.dtype)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
+    scoring: Scoring,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of `tiled.backward`, in the inputs' dtypes."""
+    (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
+    size = _MOST // (Hq * Sq * Sk)
+    if B <= size:
+        return _backward(dout, dlse, q, k, v, out, lse, lse_low, scoring, B, range(B))
+    parts = []
+    for batch in blocks(range(B), size):
+        at = slice(batch.start, batch.stop)
+        rows = dout[at], None if dlse is None else dlse[at], q[at], k[at], v[at], out[at], lse[at]
+        low = None if lse_low is None else lse_low[at]
+        parts.append(_backward(*rows, low, scoring, B, batch))
+    dq, dk, dv = (torch.cat(x) for x in zip(*parts, strict=True))
+    return dq, dk, dv
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
+    scoring: Scoring,
+    B: int,
+    batch: range,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`backward` of some of B batch entries.
+
+    dv = w^T dout;   ds = scale * w * (dout v^T - rowsum(dout * out) + dlse);   dq = ds k;   dk = ds^T q
+    """
+    dtype, products, work = q.dtype, products_dtype(q.dtype), working_dtype(q.dtype)
+    if dtype != products:
+        dout, q, k, v = dout.to(products), q.to(products), k.to(products), v.to(products)
+    logs, biased = _scores(q, k, scoring, batch)
+    # A row without keys has lse = -inf; +inf makes its weights exp(-inf) = 0 instead of NaN.
+    logs -= (lse.nan_to_num(torch.nan, torch.inf, torch.inf) if biased else lse)[..., None]
+    if lse_low is not None:
+        logs -= lse_low[..., None]
+    weights = logs.exp_()
+    dout_rows = dout.transpose(1, 2)
+    ds = (dout_rows @ v.permute(0, 2, 3, 1)).to(work)
+    applied = weights
+    if scoring.dropout is not None:
+        factors = _factors(scoring.dropout, weights, B, batch)
+        ds *= factors
+        applied = factors.mul_(weights)
+    delta = (dout.to(work) * out).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    ds.sub_(delta[..., None]).mul_(weights).mul_(scoring.scale)
+    ds, applied = ds.to(products), applied.to(products)
+    dv = applied.transpose(2, 3) @ dout_rows
+    dq, dk = ds @ k.transpose(1, 2), ds.transpose(2, 3) @ q.transpose(1, 2)
+    dq, dk, dv = (x.transpose(1, 2).contiguous().to(dtype) for x in (dq, dk, dv))
+    return dq, dk, dv

@@ -55,13 +55,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import forks
+from . import lanes
 
 ROUNDS = 7
 BLOCK = 16
@@ -80,6 +80,8 @@ _LOW32 = 0xFFFFFFFF
 _SIGN = -(2**31)
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+
+_LANES = lanes.Lanes(_MULTIPLIERS, _WEYL, ROUNDS, ROTATIONS, TURN)
 
 _SMALL = 1 << 22
 """Weights of a call whose mask is remembered, a byte each."""
@@ -143,8 +145,7 @@ def scale(p: float) -> float:
     return 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
 
 
-@dataclass(frozen=True)
-class Dropout:
+class Dropout(NamedTuple):
     """Dropout of one call: probability p, and the int64 pair (seed, offset) as a device tensor.
 
     `first_batch` is added to batch indices: each sequence of a varlen call counts as a batch entry. A state
@@ -164,22 +165,36 @@ class Dropout:
 
     def keep(self, batch: range, Hq: int, rows: range, keys: range) -> Tensor:
         """The mask, bool (len(batch), Hq, len(rows), len(keys)), True where the weight is kept."""
-        device = self.rng_state.device
-        seed, offset = self.rng_state[0], self.rng_state[1]
         first_row, first_key, first_head, heads_each = self._origin(Hq)
         rows, keys = _moved(rows, first_row), _moved(keys, first_key)
-        i_words = _counter_words(rows, 2, device)[:, None]
-        j_words = _counter_words(keys, 4, device)
+        i_words, j_words = _counter_words(rows, 2), _counter_words(keys, 4)
+        count = len(batch) * Hq * len(i_words) * len(j_words)
+        if self.rng_state.device.type == "cpu" and 0 < count <= lanes.MOST:
+            entries = [entry + self.first_batch for entry in batch]
+            heads = tuple([e * heads_each + h for e in entries for h in range(first_head, first_head + Hq)])
+            seed, offset = self.rng_state[:STATE].tolist()
+            bits = _LANES.keep(heads, i_words, j_words, (seed, offset), thresholds(self.p))
+            bits = bits if self.p < 1.0 else bits.zero_()
+        else:
+            bits = self._keep_bits(batch, Hq, i_words, j_words, first_head, heads_each)
+        kept = _in_place(bits).view(len(batch), Hq, BLOCK * (len(i_words) // 2), BLOCK * (len(j_words) // 4))
+        i0, j0 = rows.start % BLOCK, keys.start % BLOCK
+        return kept[:, :, i0 : i0 + len(rows), j0 : j0 + len(keys)]
+
+    def _keep_bits(
+        self, batch: range, Hq: int, i_words: range, j_words: range, first_head: int, heads_each: int
+    ) -> Tensor:
+        """Keep bits as in `_compare`."""
+        device = self.rng_state.device
+        seed, offset = self.rng_state[0], self.rng_state[1]
+        i, j = (torch.arange(words.start, words.stop, device=device) for words in (i_words, j_words))
         entries = torch.arange(batch.start, batch.stop, device=device)[:, None] + self.first_batch
         heads = entries * heads_each + torch.arange(first_head, first_head + Hq, device=device)
         heads = heads.flatten()[:, None, None]
         words = philox(
-            (j_words, i_words, heads & _LOW32, offset & _LOW32), (seed & _LOW32, (seed >> 32) & _LOW32)
+            (j, i[:, None], heads & _LOW32, offset & _LOW32), (seed & _LOW32, (seed >> 32) & _LOW32)
         )
-        tiles = _in_place(self._compare(words))
-        kept = tiles.view(len(batch), Hq, BLOCK * (len(i_words) // 2), BLOCK * (len(j_words) // 4))
-        i0, j0 = rows.start % BLOCK, keys.start % BLOCK
-        return kept[:, :, i0 : i0 + len(rows), j0 : j0 + len(keys)]
+        return self._compare(words)
 
     def _origin(self, Hq: int) -> tuple[int, int, int, int]:
         """First row, first key, first head, and heads of a batch entry."""
@@ -267,6 +282,8 @@ def _rotate(word: Tensor, by: int) -> Tensor:
 def _in_place(kept: Tensor) -> Tensor:
     """The bits of (heads, i >> 4 : i2, j >> 4 : j2 j1) words as bools in the order (heads, i, j)."""
     heads, rows, columns = kept.shape
+    if heads * rows * columns <= _FEW and kept.device.type == "cpu":
+        return (kept.view(heads, rows // 2, 1, 2, 1, 1, columns // 4, 1, 2, 2, 1) & _EACH_BIT).bool()
     # Words of 16 bits i0 j0 j3 i3; four of them, which differ in j2 and j1, make one word: little-endian.
     halves = kept.view(torch.int16).view(heads, rows, columns, 2).transpose(2, 3)
     fours = halves.flatten().view(torch.int64)
@@ -282,10 +299,24 @@ def _in_place(kept: Tensor) -> Tensor:
     return eights.view(torch.bool)
 
 
+def _each_bit() -> Tensor:
+    """The words in which one weight alone is 1, in the order (i3, i2, i1, i0, j >> 4, j3, j2, j1, j0)."""
+    i3, i1, i0, j3, j0 = (
+        torch.arange(2).view([-1 if at == n else 1 for at in range(9)]) for n in (0, 2, 3, 5, 8)
+    )
+    place = ((i1 * 2 + i0) * 2 + j0) * 4 + j3 * 2 + i3
+    return (torch.ones_like(place) << place).to(torch.int32)
+
+
+_FEW = 64
+"""Words whose bits are faster taken one by one."""
+_EACH_BIT = _each_bit()
+
+
 def _moved(span: range, by: int) -> range:
     return range(span.start + by, span.stop + by)
 
 
-def _counter_words(span: range, each: int, device: torch.device) -> Tensor:
+def _counter_words(span: range, each: int) -> range:
     """Counter words of the aligned tiles that cover `span`, `each` per tile."""
-    return torch.arange(span.start // BLOCK * each, (span.stop + BLOCK - 1) // BLOCK * each, device=device)
+    return range(span.start // BLOCK * each, (span.stop + BLOCK - 1) // BLOCK * each)

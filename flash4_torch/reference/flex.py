@@ -131,7 +131,7 @@ class Flex:
         """What is done to the scores of sequence b of packed ones, which is a batch of one."""
         scoring, table = self.scoring, self.blocks
         if scoring.dropout is not None:
-            scoring = replace(scoring, dropout=replace(scoring.dropout, first_batch=b))
+            scoring = scoring._replace(dropout=scoring.dropout._replace(first_batch=b))
         if table is not None and table.state.shape[0] > 1:
             table = Blocks(table.state[b : b + 1], table.size)
         return replace(self, scoring=scoring, blocks=table, first_batch=b)

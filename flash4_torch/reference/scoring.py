@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from ..masks import Band
 from .dropout import Dropout
 
 
-@dataclass(frozen=True)
-class Scoring:
+class Scoring(NamedTuple):
     """How a call turns q k^T into attention weights::
 
         x = scale * q k^T
@@ -25,7 +24,7 @@ class Scoring:
     """
 
     scale: float
-    band: Band = field(default_factory=Band)
+    band: Band = Band()
     softcap: float = 0.0
     attn_mask: Tensor | None = None
     dropout: Dropout | None = None

@@ -369,6 +369,12 @@ _FAITHFUL = 2.0**6
 """Largest |lse| whose rounding error changes no weight by more than 4e-6."""
 
 
+def is_faithful(lse: Tensor) -> bool:
+    """Whether every lse is so small that its rounding error does not matter."""
+    largest: float = lse.abs().max().item() if lse.numel() else 0.0
+    return largest < _FAITHFUL
+
+
 def lse_low(
     q: Tensor,
     k: Tensor,

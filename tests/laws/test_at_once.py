@@ -12,6 +12,7 @@ from flash4_torch.masks import Band
 from flash4_torch.reference import at_once, tiled, weights
 from flash4_torch.reference.dropout import Dropout
 from flash4_torch.reference.scoring import Scoring
+from flash4_torch.testing import assert_close_as_peer
 
 BOUND = st.none() | st.integers(-2, 9)
 BANDS = st.one_of(st.builds(Band, BOUND, st.none()), st.builds(Band, st.none(), BOUND))
@@ -45,6 +46,40 @@ def test_parts_of_a_batch_equal_tiles(
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
         assert actual is not None and actual.is_contiguous()
     assert without.weights is None and torch.equal(without.out, found.out)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse) if average else None
+    given = dout, dlse, q, k, v, out, lse
+    with mock.patch.object(at_once, "_MOST", entries * Sq * Sk * H):
+        grads = at_once.backward(*given, low, scoring)
+    tiles = tiled.backward(*given, scoring, lse_low=low)
+    for actual, expected in zip(grads, (tiles.dq, tiles.dk, tiles.dv), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+        assert actual.is_contiguous()
+
+
+@given(st.sampled_from([torch.bfloat16, torch.float16]), st.booleans(), st.integers(0, 99))
+def test_products_in_16_bits_are_as_exact_as_torchs(dtype: torch.dtype, biased: bool, seed: int) -> None:
+    """The law holds where a CPU multiplies in 16 bits, and where it does not."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, dout = (torch.randn(2, 33, 2, 16, generator=generator).to(dtype) for _ in range(4))
+    mask = torch.randn(1, 2, 33, 33, generator=generator) if biased else None
+
+    def plain(work: torch.dtype) -> list[torch.Tensor]:
+        q_, k_, v_ = (x.to(work).requires_grad_() for x in (q, k, v))
+        scores = q_.transpose(1, 2) @ k_.permute(0, 2, 3, 1) * 0.3
+        scores = scores if mask is None else scores + mask.to(work)
+        weights = scores.softmax(-1)
+        out = (weights @ v_.transpose(1, 2)).transpose(1, 2)
+        return [out, weights.mean(1), *torch.autograd.grad(out, (q_, k_, v_), dout.to(work))]
+
+    exact, peer = plain(torch.float64), plain(dtype)
+    scoring = Scoring(0.3, attn_mask=mask)
+    for products in (dtype, torch.float32):
+        with mock.patch.object(at_once, "products_dtype", lambda _, products=products: products):
+            out, lse, low, weights = at_once.forward(q, k, v, scoring, True)
+            grads = at_once.backward(dout, None, q, k, v, out, lse, low, scoring)
+        for x, e, p in zip((out, weights, *grads), exact, peer, strict=True):
+            assert x is not None and x.dtype == dtype
+            assert_close_as_peer(x, e, p)
 
 
 @given(st.integers(0, 99), st.sampled_from([-1e9, 1e7, 0.0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 import flash4_torch
 from flash4_torch import testing
 from flash4_torch.reference import dropout as dropout_module
+from flash4_torch.reference import lanes
 from flash4_torch.reference.dropout import Dropout, philox, thresholds
 
 WORD = 0xFFFFFFFF
@@ -152,6 +154,37 @@ def test_mask_does_not_depend_on_the_tile(seed: int, start: tuple[int, int], siz
     rows, keys = (range(a, a + n) for a, n in zip(start, size, strict=True))
     tile = dropout.keep(range(1, 3), 2, rows, keys)
     assert torch.equal(tile, whole[1:, :, rows.start : rows.stop, keys.start : keys.stop])
+
+
+SEEDS = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(
+    SEEDS,
+    SEEDS,
+    st.sampled_from([0.0, 1e-6, 0.1, 1 / 256, 0.5, 0.999, 1.0]),
+    st.sampled_from([[], [3, 18, 1, 5, 4]]),
+    st.tuples(*[st.integers(0, 40)] * 2),
+    st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 40), st.integers(1, 40)),
+    st.integers(0, 3),
+)
+def test_integers_and_tensors_make_the_same_bits(
+    seed: int,
+    offset: int,
+    p: float,
+    state: list[int],
+    start: tuple[int, int],
+    sizes: tuple[int, ...],
+    first: int,
+) -> None:
+    """Few calls of the generator are lanes of one integer; the bits are those of torch's words."""
+    B, H, Sq, Sk = sizes
+    (i, j), dropout = start, Dropout(torch.tensor([seed, offset, *state]), p, first)
+    tile = range(1, 1 + B), H, range(i, i + Sq), range(j, j + Sk)
+    with mock.patch.object(lanes, "MOST", 1 << 12):
+        found = dropout.keep(*tile)
+    with mock.patch.object(lanes, "MOST", 0):
+        assert torch.equal(dropout.keep(*tile), found)
 
 
 @pytest.mark.parametrize("sizes", list(itertools.product((0, 1), (0, 2), (0, 3), (0, 17))))
