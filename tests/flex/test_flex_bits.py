@@ -125,7 +125,9 @@ def test_documents_have_bits_next_to_dropout() -> None:
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_tiles_do_not_lie_across_a_masks_blocks(D: int) -> None:
-    """Tiles of 192 rows, which attn_mask's kernels prefer on Hopper, would visit more of the mask."""
+    """Tiles of 192 rows, which attn_mask's kernels prefer on Hopper, would visit more of the mask. At D 64 they
+    have as many keys and are faster all the same.
+    """
     q = torch.empty(1, 8192, H, D, dtype=torch.bfloat16)
     inputs = FlexInputs(q, q, q, traced(q, q, None, None))
     problem, rows = describe(inputs, CallOptions(1.0)), {}
@@ -134,7 +136,8 @@ def test_tiles_do_not_lie_across_a_masks_blocks(D: int) -> None:
         features, config = compiled.chosen(TARGETS["sm_90a"], problem._replace(spec=spec))
         assert features.mask == "bool" and not any(features.mods)
         rows[block] = config.queries
-    assert rows == {64: 192, 96: 192, 128: 128, 192: 192, 1 << 13: 128}
+    across = 192 if D == 64 else 128
+    assert rows == {64: 192, 96: 192, 128: across, 192: 192, 1 << 13: across}
 
 
 MASKS: list[Mod] = [

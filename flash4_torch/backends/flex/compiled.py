@@ -384,15 +384,18 @@ def chosen(target: Target, problem: FlexProblem) -> Choice:
 
 
 def _chosen_for_bits(target: Target, problem: FlexProblem) -> Choice:
-    """attn_mask's kernel; in tiles for lists of blocks, if its own would lie across the mask's blocks.
+    """attn_mask's kernel; in tiles for lists of blocks, if its own would lie across the mask's blocks and have
+    fewer keys.
 
-    Tiles of 192 rows visit 6 to 21 % more of masks whose blocks have 128 (`flex/NOTES.md`).
+    Tiles of 192 rows visit 6 to 21 % more of masks whose blocks have 128 (`flex/NOTES.md`). At D 64, where
+    they have as many keys, three warpgroups make up for it; at D 128 they do not.
     """
     plain, rows = plain_problem(problem), problem.spec.bits
     config = forward.config_of(target, plain)
     if config.queries % rows and rows % config.queries:
         listed = problem.spec._replace(bits=0, block=(rows, 1))
-        config = chosen(target, problem._replace(spec=listed)).config
+        aligned = chosen(target, problem._replace(spec=listed)).config
+        config = aligned if config.keys < aligned.keys else config
     return Choice(forward.features_of(plain), config)
 
 
