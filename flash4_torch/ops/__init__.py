@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..problem import CallOptions
-from . import autograd, cpu_in_graph, fake, impl, schema, vmap, weights_in_graph
+from . import autograd, cpu_in_graph, fake, impl, schema, vmap
 from .after_import import after_import
 from .autocast import autocast_inputs
 from .decomposition import decompositions

@@ -254,7 +254,7 @@ schema.LIBRARY.impl("attention_and_weights", _as_one_node, "Autograd")
 
 
 def in_graph() -> bool:
-    """Whether a call becomes a part of a compiled graph, not one for export, that is traced through autograd."""
+    """Whether a call becomes a part of a compiled graph that is traced through autograd; not for export."""
     return (
         torch.compiler.is_dynamo_compiling()
         # `is_exporting()` is True in all graphs that torch 2.11 traces.

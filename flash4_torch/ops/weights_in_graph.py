@@ -23,8 +23,8 @@ from . import decomposition, schema
 _ON_CPU = 1 << 26
 """Weights of all heads that a graph for the CPU holds at once, at most."""
 _ON_GPU = 1 << 20
-"""The same for a GPU, in the forward of a step: a Hopper reads and writes so many float32 in 3 us, less than the
-launch of a kernel takes."""
+"""The same for a GPU, in the forward of a step: a Hopper reads and writes so many float32 in 3 us, less than
+the launch of a kernel takes."""
 _MASKED_ON_GPU = 1 << 18
 """The same without gradients, where there is a mask. Without one our kernels are faster at any size."""
 _SAVED = 1 << 26
@@ -42,9 +42,9 @@ def serves(
     options: CallOptions,
     trains: bool,
 ) -> bool:
-    """Whether output and weights of a graph are best computed together, as stock attention does: on the CPU at
-    sizes that fit and without dropout, on a GPU as long as all is the host's time. Elsewhere the kernels are
-    faster.
+    """Whether output and weights of a graph are best computed together, as stock attention does: on the CPU
+    at sizes that fit and without dropout, on a GPU as long as all is the host's time. Elsewhere the kernels
+    are faster.
 
     The operator asks below Dynamo, which would guard each function of ours that it sees, in every call.
     """

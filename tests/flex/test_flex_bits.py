@@ -125,8 +125,8 @@ def test_documents_have_bits_next_to_dropout() -> None:
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_tiles_do_not_lie_across_a_masks_blocks(D: int) -> None:
-    """Tiles of 192 rows, which attn_mask's kernels prefer on Hopper, would visit more of the mask. At D 64 they
-    have as many keys and are faster all the same.
+    """Tiles of 192 rows, which attn_mask's kernels prefer on Hopper, would visit more of the mask. At D 64
+    they have as many keys and are faster all the same.
     """
     q = torch.empty(1, 8192, H, D, dtype=torch.bfloat16)
     inputs = FlexInputs(q, q, q, traced(q, q, None, None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch

@@ -384,8 +384,8 @@ def chosen(target: Target, problem: FlexProblem) -> Choice:
 
 
 def _chosen_for_bits(target: Target, problem: FlexProblem) -> Choice:
-    """attn_mask's kernel; in tiles for lists of blocks, if its own would lie across the mask's blocks and have
-    fewer keys.
+    """attn_mask's kernel; in tiles for lists of blocks, if its own would lie across the mask's blocks and
+    have fewer keys.
 
     Tiles of 192 rows visit 6 to 21 % more of masks whose blocks have 128 (`flex/NOTES.md`). At D 64, where
     they have as many keys, three warpgroups make up for it; at D 128 they do not.
