@@ -26,7 +26,7 @@ _ON_GPU = 1 << 20
 """The same for a GPU, in the forward of a step: a Hopper reads and writes so many float32 in 3 us, less than
 the launch of a kernel takes."""
 _MASKED_ON_GPU = 1 << 18
-"""The same without gradients, where there is a mask. Without one our kernels are faster at any size."""
+"""The same without gradients, where there is a mask. Without one our kernels lead stock at any size."""
 _SAVED = 1 << 26
 """Weights of all heads that a graph saves for its backward, at most: 128 MiB in 16 bits, twice that with
 dropout; stock attention saves as many. Up to there a step may be the host's time: each operator counts."""

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -185,6 +185,23 @@ def test_integers_and_tensors_make_the_same_bits(
         found = dropout.keep(*tile)
     with mock.patch.object(lanes, "MOST", 0):
         assert torch.equal(dropout.keep(*tile), found)
+
+
+@given(SEEDS, st.integers(0, 7), st.integers(-1, 1))
+def test_integers_and_tensors_agree_at_the_threshold(seed: int, n: int, away: int) -> None:
+    """Words that equal the fraction of the threshold, or are next to it, which chance never draws."""
+    dropout = Dropout(torch.tensor([seed, 5]), 0.3)
+    tile = range(1), 1, range(16), range(16)
+    i, j, head, offset = torch.arange(2)[:, None], torch.arange(4), torch.tensor(0), torch.tensor(5)
+    keys = torch.tensor(seed & WORD), torch.tensor(seed >> 32 & WORD)
+    words = philox((j, i, head, offset), keys)
+    _, x = numbers_by_definition(*(int(word.flatten()[n]) for word in words))
+    fraction = x + away
+    assume(0 <= fraction <= WORD)
+    with mock.patch.object(dropout_module, "thresholds", return_value=(0, fraction)):
+        found = dropout.keep(*tile)
+        with mock.patch.object(lanes, "MOST", 0):
+            assert torch.equal(dropout.keep(*tile), found)
 
 
 @pytest.mark.parametrize("sizes", list(itertools.product((0, 1), (0, 2), (0, 3), (0, 17))))

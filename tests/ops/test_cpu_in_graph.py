@@ -15,7 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import flash4_torch
 from compiling import compiled, results_and_gradients
 from flash4_torch.ops import cpu_in_graph, schema
-from flash4_torch.problem import CallOptions
+from flash4_torch.ops.impl import describe_inputs, low_of
+from flash4_torch.problem import CallOptions, Inputs
+from flash4_torch.reference import tiled
 
 # torch 2.11's inductor imports a module that uses TorchScript.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -140,3 +142,14 @@ def test_inductors_table_has_both() -> None:
         cpu_in_graph._attention,
         cpu_in_graph._attention_backward,
     }
+
+
+def test_only_a_cpu_leaves_out_lses_rounding_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for a GPU, for which `meta` stands, read it however small lse is."""
+    error = torch.empty(0)
+    monkeypatch.setattr(tiled, "lse_low", lambda *args: error)
+    for device, lse, expected in (("meta", 1.0, error), ("cpu", 1.0, None), ("cpu", 1e3, error)):
+        q, mask = torch.empty(1, 4, 1, 8, device=device), torch.empty(1, 1, 4, 4, device=device)
+        inputs = Inputs(q, q, q, mask)
+        problem = describe_inputs(inputs, CallOptions(1.0))
+        assert low_of(torch.full((1, 1, 4), lse, device=device), inputs, problem) is expected
