@@ -122,7 +122,7 @@ def _part_to_dk(
         generate_keep_bits(ctx, work, own)
     keep_bits = take_keep_bits(ctx, own)
     _scores(ctx, own, dP, ctx.sV, sdO, plan.Dv)
-    P = [dropped(ctx, probs[m], keep_bits, m) for m in mmas]
+    P = [dropped(ctx, probs[m], S[m], dP[m], keep_bits, m) for m in mmas]
     if plan.shares_weights:
         _store(ctx, own, P, ctx.sP)
     if plan.own_in_regs:

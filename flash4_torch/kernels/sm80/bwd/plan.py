@@ -152,6 +152,11 @@ class Plan(BackwardPlan):
         return self.features.dropout and not (self.generates_by_parts or self.generates_ahead)
 
     @property
+    def drops_both(self) -> bool:
+        """Whether P and dP are dropped together, after dP's MMAs, and P is rounded as late."""
+        return self.features.dropout and self.config.own_in_regs
+
+    @property
     def shares_weights(self) -> bool:
         """Whether warps read P and dS of their keys from SMEM, not only dS of all keys."""
         return self.column_warps > 1
@@ -164,12 +169,11 @@ class Plan(BackwardPlan):
     @property
     def stores_by_address(self) -> bool:
         """Whether P and dS are stored by one address a lane. With one MMA of keys, and with masks, some of
-        these kernels spill; up to 96 columns, and with dropout and no band, they are slower.
+        these kernels spill; up to 96 columns they are slower.
         """
         f = self.features
         is_wide = max(self.D, self.Dv) > 96 or self.query_parts > 1
-        drops_all = f.dropout and not self.band.masks
-        return self.key_mmas > 1 and not f.mask and is_wide and not drops_all
+        return self.key_mmas > 1 and not f.mask and is_wide
 
     @property
     def dq_row_mmas(self) -> int:
