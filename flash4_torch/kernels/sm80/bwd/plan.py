@@ -234,6 +234,11 @@ class Plan(BackwardPlan):
         return max(self.stages - 2, 0)
 
     @property
+    def overlaps_blocks(self) -> bool:
+        """Whether a warp may begin a block's S before all warps have used the block before: see `empty`."""
+        return self.config.copies_after_scores
+
+    @property
     def masks(self) -> bool:
         return self.band.left or self.band.right or self.config.ragged_k or self.features.lists_blocks
 
@@ -259,5 +264,6 @@ class Plan(BackwardPlan):
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert not (c.own_in_regs and f.is_float32)
         assert not c.copies_after_scores or (c.stages > 1 and c.query_parts == 1)
+        assert not self.overlaps_blocks or self.dq_columns_at_once == self.dq_columns, "it is released once"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)
