@@ -152,7 +152,14 @@ FLOAT32 = {
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
 MASKED = {name: kernel for name, kernel in STATICS.items() if kernel[0].float_mask}
-ALWAYS = ("full", "wide, four column warps", "two parts, dropout", "own in registers, dropout, copies after S", "float32: TF32", "float32: varlen")
+ALWAYS = (
+    "full",
+    "wide, four column warps",
+    "two parts, dropout",
+    "own in registers, dropout, copies after S",
+    "float32: TF32",
+    "float32: varlen",
+)
 FEW = few(STATICS, *ALWAYS)
 
 

@@ -332,7 +332,8 @@ class QueryRows(NamedTuple):
         """
         for word, bit, i in cls._in_order(cute.size(numbers), strip):
             numbers[i], others[i] = cute.arch.inline_ptx(
-                f"{{ .reg .pred kept; .reg .b32 bit; and.b32 bit, {{$r0}}, {1 << bit}; setp.ne.u32 kept, bit, 0;"
+                f"{{ .reg .pred kept; .reg .b32 bit; and.b32 bit, {{$r0}}, {1 << bit};"
+                " setp.ne.u32 kept, bit, 0;"
                 " selp.f32 {$w0}, {$r1}, 0f00000000, kept;"
                 " mov.f32 {$w1}, {$r2}; @!kept mul.f32 {$w1}, {$r2}, 0f00000000; }",
                 write_only_types=[Float32, Float32],

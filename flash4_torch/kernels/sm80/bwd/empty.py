@@ -1,15 +1,14 @@
 """The mbarrier that says that all warps have used a block: its Q, dO, P and dS in SMEM.
 
-Before a block's copies and stores a warp waits for the block before to be used, by which time it has computed
-S. A barrier of the CTA at the beginning of a block would let no warp begin S before the last one has added its
-dQ. The copies of a block have come before the barrier that says that dS of the block before is written.
+A warp waits for it after a block's S, before it copies the next block and stores P. A barrier of the CTA at the
+beginning of a block would let no warp begin S before the last one has added its dQ. Copies of a block come
+before the barrier that says that dS of the block before is written.
 
 `mbarrier.try_wait` begins with sm_90.
 """
 
 from __future__ import annotations
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.memory import SmemAllocator
@@ -50,7 +49,7 @@ def release(ctx: Context) -> None:
         )
 
 
-def _test(address: Int32, parity: Int32) -> cutlass.Int32:
+def _test(address: Int32, parity: Int32) -> Int32:
     return cute.arch.inline_ptx(
         "{ .reg .pred used; mbarrier.test_wait.parity.shared.b64 used, [{$r0}], {$r1};"
         " selp.s32 {$w0}, 1, 0, used; }",
