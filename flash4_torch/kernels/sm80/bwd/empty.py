@@ -1,8 +1,8 @@
 """The mbarrier that says that all warps have used a block: its Q, dO, P and dS in SMEM.
 
-A warp waits for it after a block's S, before it copies the next block and stores P. A barrier of the CTA at the
-beginning of a block would let no warp begin S before the last one has added its dQ. Copies of a block come
-before the barrier that says that dS of the block before is written.
+A warp waits for it after a block's S, before it copies the next block and stores P. A barrier of the CTA at
+the beginning of a block would let no warp begin S before the last one has added its dQ. Copies come before
+the barrier that says that dS of the block before is written.
 
 `mbarrier.try_wait` begins with sm_90.
 """
