@@ -68,11 +68,13 @@ def functions() -> Iterator[Mods]:
 FUNCTIONS = tuple(functions())
 
 
+DROPOUT = {"dropout": True, "scaled": True}
 TIGHT = (
     (Features("float16", 256, 256, dropout=True), "sm_86"),
-    (Features("bfloat16", 96, 96, right=True, scaled=True, dropout=True, mods=FUNCTIONS[0]), "sm_120a"),
+    (Features("bfloat16", 96, 96, right=True, mods=FUNCTIONS[0])._replace(**DROPOUT), "sm_120a"),
+    (Features("bfloat16", 96, 96, softcap=True, mods=FUNCTIONS[4])._replace(**DROPOUT, **WINDOW), "sm_120a"),
 )
-"""Features of kernels that spill without dQ's halves, and with rounded weights."""
+"""Features of kernels that spill without dQ's halves, with rounded weights, and with two warps to 16 keys."""
 
 
 def reachable(table: sm80_backward.Table) -> Iterator[Kernel]:
