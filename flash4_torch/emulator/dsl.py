@@ -180,7 +180,7 @@ def _with_dumps(pipeline: str, folder: Path) -> tuple[str, Path, Path]:
 
 
 class _NoEngine:
-    """In place of an execution engine that nobody uses."""
+    """A stand-in for an execution engine that nobody uses."""
 
 
 def _change_host_code(changes: ExitStack) -> None:
