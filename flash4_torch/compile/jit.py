@@ -65,15 +65,22 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _targeting(arch: str) -> Iterator[None]:
-    """Sets the target like CUTE_DSL_ARCH, which the compiler reads only when it is imported."""
+    """Sets the target like CUTE_DSL_ARCH, which the compiler reads only when it is imported.
+
+    The compiler takes this machine for one that cannot run the code, or it would compile the host code twice
+    more, to call it here.
+    """
     from cutlass.cutlass_dsl import CuTeDSL
 
-    settings = CuTeDSL._get_dsl().envar
+    compiler: Any = CuTeDSL._get_dsl()
+    settings = compiler.envar
     if _STAND_IN in (settings.shared_libs or ""):
         raise RuntimeError("the emulator holds this process's compiler; leave it, or compile with warmup()")
     before = settings._arch
     settings.arch = arch
+    compiler._runtime_can_run_compiled = lambda runtime, compiled: False
     try:
         yield
     finally:
+        del compiler._runtime_can_run_compiled
         settings._arch = before

@@ -90,7 +90,8 @@ _ACCUMULATORS = {1: 128, 2: 144, 4: 144}
 _ACCUMULATORS_WITH_MORE, _ROUNDED = 72, 96
 """The same with masks and softcap, or dropout where warps share keys; and with rounded weights."""
 _ACCUMULATORS_WITH_MODS, _ROUNDED_WITH_MODS = 64, 80
-"""The same with score_mod, mask_mod or a block mask."""
+"""The same with score_mod, mask_mod or a block mask, and with rounded weights: with dropout the second for
+both, with softcap as well the first."""
 _ACCUMULATORS_OF_TWO_MMAS = 192
 """The same with two MMAs of keys to a warp, without any of these features but dropout."""
 _ORDER = 64
@@ -265,9 +266,10 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
         ordered = f.deterministic and max(f.D, f.Dv) > 128
         return plain and not (ordered or _mask_spills(f)) and accumulators <= _ACCUMULATORS_OF_TWO_MMAS
     if any(f.mods):
-        return shared > 1 and accumulators <= (
-            _ROUNDED_WITH_MODS if c.round_weights else _ACCUMULATORS_WITH_MODS
-        )
+        # With dropout rounded weights spill at D 96, 29 times for sm_120a, and unrounded ones do not; with
+        # softcap as well both do, 2 to 64 times.
+        has_more = (c.round_weights or f.dropout) and not (f.dropout and f.softcap)
+        return shared > 1 and accumulators <= (_ROUNDED_WITH_MODS if has_more else _ACCUMULATORS_WITH_MODS)
     if f.dropout and shared == 1:
         # Sums in order, and dQ that is too narrow for a loop over its columns: 2 spills in causal kernels.
         is_narrow = f.D <= 16 * c.dq_warps and (f.left or f.right)

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, Generic, TypeVar
 
 from flash4_torch import env
 from flash4_torch.emulator.device import as_device_arguments
@@ -22,6 +23,7 @@ from flash4_torch.emulator.device import as_device_arguments
 L2_BYTES = 50 << 20
 _RUNTIME_PREFIXES = ("_cu", "cuda_dialect_", "CuteDSLRT_")  # of the runtime library's functions
 
+T = TypeVar("T")
 Calling = Callable[[], AbstractContextManager[None]]
 
 
@@ -42,7 +44,9 @@ def connect(
     """
     with ExitStack() as changes:
         _change_settings(changes, library, arch)
+        _change_locations(changes)
         _change_compiling(changes, learn)
+        _change_host_code(changes)
         _change_tensors(changes)
         _change_calling(changes, calling)
         _change_device(changes, num_sms, device_attribute)
@@ -69,6 +73,66 @@ def _change_settings(changes: ExitStack, library: str, arch: str) -> None:
     changes.callback(forget)
     changes.callback(env.change, env.change({"CUTE_DSL_LIBS": library, "CUTE_DSL_ARCH": arch}))
     forget()
+
+
+def _change_locations(changes: ExitStack) -> None:
+    """Makes line information cheap: it is a third of the time that tracing takes.
+
+    For every operation the DSL looks for the frame of the user's code that asked for it, module by module,
+    and counts through that function's instructions to the current one. Both depend on the code object alone.
+    """
+    op = import_module("cutlass._mlir_helpers.op")
+    _replace(changes, op, _find_user_frame=_finder(op), _fast_frameinfo=_describer(op._fast_frameinfo))
+
+
+def _finder(op: Any) -> Callable[[FrameType | None], FrameType | None]:
+    """`_find_user_frame` of the DSL, which asks once for each code object."""
+    is_framework_frame, of_code = op._is_framework_stack_frame, _OfCode[bool]()
+
+    def find(start: FrameType | None) -> FrameType | None:
+        if op._INCLUDE_LIB_FRAME or not op._ENABLE_FRAME_FILTERING:
+            return start
+        frame = start
+        while frame is not None:
+            code = frame.f_code
+            is_framework = of_code.get(code)
+            if is_framework is None:
+                is_framework = of_code[code] = is_framework_frame(frame)
+            if not is_framework:
+                return frame
+            frame = frame.f_back
+        return start
+
+    return find
+
+
+def _describer(original: Callable[[FrameType], Any]) -> Callable[[FrameType], Any]:
+    """`_fast_frameinfo` of the DSL, which asks once for each instruction."""
+    of_code = _OfCode[dict[int, Any]]()
+
+    def describe(frame: FrameType) -> Any:
+        found = of_code.get(frame.f_code)
+        if found is None:
+            found = of_code[frame.f_code] = {}
+        if frame.f_lasti not in found:
+            found[frame.f_lasti] = original(frame)
+        return found[frame.f_lasti]
+
+    return describe
+
+
+class _OfCode(Generic[T]):
+    """A value for each code object, by identity: to hash or to compare one takes as long as it is large."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[CodeType, T]] = {}
+
+    def get(self, code: CodeType) -> T | None:
+        found = self._of.get(id(code))
+        return found[1] if found else None
+
+    def __setitem__(self, code: CodeType, value: T) -> None:
+        self._of[id(code)] = code, value  # Keeps the code alive, and so its identity its own.
 
 
 def _change_compiling(changes: ExitStack, learn: Callable[[bytes, str], None]) -> None:
@@ -113,6 +177,35 @@ def _with_dumps(pipeline: str, folder: Path) -> tuple[str, Path, Path]:
             pipeline = pipeline.replace(chip[0], f"dump-{kind}-path='{start}' {chip[0]}")
         paths.append(Path(f"{start}.{chip[1] if chip else ''}.{kind}"))
     return pipeline, paths[0], paths[1]
+
+
+class _NoEngine:
+    """A stand-in for an execution engine that nobody uses."""
+
+
+def _change_host_code(changes: ExitStack) -> None:
+    """Compiles the host code of functions for TVM FFI once.
+
+    The DSL compiles it for an execution engine, looks up one address there, and then compiles it again for
+    the engine that it calls.
+    """
+    compiler = import_module("cutlass.base_dsl.compiler").Compiler
+    dsl = import_module("cutlass.base_dsl.dsl").BaseDSL
+    jit, lookup = compiler.jit, dsl._lookup_jit_entry
+
+    @functools.wraps(jit)
+    def jit_unless_replaced(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        names = (op.attributes["sym_name"].value for op in module.body if "sym_name" in op.attributes)
+        if any(name.startswith("__tvm_ffi_") for name in names):
+            return _NoEngine()
+        return jit(self, module, *args, **kwargs)
+
+    @functools.wraps(lookup)
+    def lookup_if_there(self: Any, engine: Any, name: str) -> Any:
+        return None if isinstance(engine, _NoEngine) else lookup(self, engine, name)
+
+    _replace(changes, compiler, jit=jit_unless_replaced)
+    _replace(changes, dsl, _lookup_jit_entry=lookup_if_there)
 
 
 def _change_tensors(changes: ExitStack) -> None:

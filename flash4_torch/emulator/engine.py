@@ -273,23 +273,20 @@ class Program:
         length = ctypes.c_uint64()
         counts = lib.counts(handle, ctypes.byref(length))
         tables = [
-            np.ctypeslib.as_array(numbers, (length.value,)).reshape(-1, len(self.pipes)).T.tolist()
+            np.ctypeslib.as_array(numbers, (length.value,)).reshape(-1, len(self.pipes)).T.copy()
             for numbers in (counts, lib.shared_bytes(handle), lib.shared_passes(handle))
         ]
         raw = lib.counters(handle).contents
         by_pipe: dict[str, int] = dict.fromkeys(PIPES, 0)
-        for pipe, row in zip(self.pipes, tables[0], strict=True):
-            by_pipe[pipe] += sum(row)
+        for pipe, count in zip(self.pipes, tables[0].sum(1).tolist(), strict=True):
+            by_pipe[pipe] += count
         fields = {name: getattr(raw, name) for name in _COUNTERS}
         fields["instructions"] = sum(by_pipe.values())
         return Report(
             kernel=self.kernel.name,
             findings=[self._finding(handle, i) for i in range(lib.finding_count(handle))],
             counters=Counters(by_pipe=by_pipe, **fields),
-            lines=[
-                Line(ins.line, ins.text, ins.source, pipe, *map(tuple, rows))
-                for ins, pipe, *rows in zip(self.kernel.instructions, self.pipes, *tables, strict=True)
-            ],
+            make_lines=functools.partial(_lines, self.kernel.instructions, self.pipes, tables),
         )
 
     def _finding(self, handle: int, index: int) -> Finding:
@@ -312,6 +309,16 @@ class Program:
             ins = self.kernel.instructions[int(part[:digits])]
             head += f"PTX line {ins.line} ({ins.text.strip()}){part[digits:]}"
         return head
+
+
+def _lines(
+    instructions: Sequence[ptx.Instruction], pipes: Sequence[str], tables: Sequence[np.ndarray]
+) -> list[Line]:
+    rows = (table.tolist() for table in tables)
+    return [
+        Line(ins.line, ins.text, ins.source, pipe, *map(tuple, numbers))
+        for ins, pipe, *numbers in zip(instructions, pipes, *rows, strict=True)
+    ]
 
 
 def _run(handle: int, timeout: float | None) -> None:

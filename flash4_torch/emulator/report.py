@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 PIPES = ("alu", "fma", "mufu", "convert", "control", "memory", "sync", "async", "mma", "move")
@@ -111,7 +112,13 @@ class Report:
     kernel: str
     findings: list[Finding]
     counters: Counters
-    lines: list[Line] = field(repr=False)
+    make_lines: Callable[[], list[Line]] = field(repr=False, compare=False)
+    """Makes `lines`: few readers want them, and they take longer than a short launch."""
+
+    @functools.cached_property
+    def lines(self) -> list[Line]:
+        """The kernel's instructions, in the order of its PTX, with their counts."""
+        return self.make_lines()
 
     def raise_findings(self) -> None:
         """Raises EmulationError if there are any."""

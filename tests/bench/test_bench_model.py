@@ -116,7 +116,7 @@ def test_roles_by_what_warps_do() -> None:
         "add.s32 %r1, %r2, %r3": ("alu", (9, 9, 9, 9, 9, 9, 9, 0)),
     }
     lines = [Line(1, ptx, None, pipe, counts, counts, counts) for ptx, (pipe, counts) in done.items()]
-    report = replace(_empty_report(), lines=lines)
+    report = replace(_empty_report(), make_lines=lambda: lines)
     weight = count_instructions(report)
     assert weight.warps == {
         "weights": [0, 1],

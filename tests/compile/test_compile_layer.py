@@ -108,12 +108,13 @@ def test_code_is_for_the_architecture_that_was_asked_for(
         monkeypatch.setenv("CUTE_DSL_ARCH", variable)
     from cutlass.cutlass_dsl import CuTeDSL
 
-    before = dict(os.environ), CuTeDSL._get_dsl().envar._arch
+    dsl = CuTeDSL._get_dsl()
+    before = dict(os.environ), dsl.envar._arch, dsl._runtime_can_run_compiled
     for number, name in ((90, "sm_90a"), (100, "sm_100a")):
         layer.function(SCALE, (Scale(3.0, str(log)),), name)
         file = cache.find(Key(SCALE, (Scale(3.0, str(log)),), name).digest)
         assert file and compiled_for(file) == number
-    assert (dict(os.environ), CuTeDSL._get_dsl().envar._arch) == before
+    assert (dict(os.environ), dsl.envar._arch, dsl._runtime_can_run_compiled) == before
 
 
 def test_a_warm_first_call_is_short_and_imports_no_compiler(log: Path) -> None:

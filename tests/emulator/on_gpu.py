@@ -104,7 +104,9 @@ def run_on_gpu(
     arrays.fetch()
     call(driver.cuModuleUnload, module)
     zeros = dict.fromkeys(Counters.__dataclass_fields__, 0)
-    return Report(kernel=kernel.name, findings=[], counters=Counters(**{**zeros, "by_pipe": {}}), lines=[])
+    return Report(
+        kernel=kernel.name, findings=[], counters=Counters(**{**zeros, "by_pipe": {}}), make_lines=list
+    )
 
 
 def pytest_configure() -> None:

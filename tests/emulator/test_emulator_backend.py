@@ -82,7 +82,7 @@ def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
         testing.assert_close_as_peer(own, want, other)
 
 
-@pytest.mark.parametrize(("arch", "p"), one_of(5, [(arch, p) for arch in ARCHS for p in (0.0, 0.3)]))
+@pytest.mark.parametrize(("arch", "p"), one_of(15, [(arch, p) for arch in ARCHS for p in (0.0, 0.3)]))
 def test_a_module_in_float32_returns_the_weights_by_kernels(arch, p):
     torch.manual_seed(3)
     stock = torch.nn.MultiheadAttention(48, 3, dropout=p, batch_first=True)

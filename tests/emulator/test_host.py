@@ -226,15 +226,19 @@ def test_functions_outlive_the_emulator_only_to_refuse(flavour: str, launches: l
 
 def test_uninstalling_leaves_the_dsl_as_it_was(launches: list[host.Launch]) -> None:
     executor = importlib.import_module("cutlass.base_dsl.jit_executor").JitExecutor
+    compiler = importlib.import_module("cutlass.base_dsl.compiler").Compiler
+    op = importlib.import_module("cutlass._mlir_helpers.op")
     settings = importlib.import_module("cutlass.cutlass_dsl.cutlass").CuTeDSL._get_dsl().envar
     names = ("shared_libs", "_arch", "lineinfo", "disable_file_caching")
 
     def state() -> list[Any]:
-        return [executor.run_compiled_program, *(getattr(settings, name) for name in names)]
+        changed = executor.run_compiled_program, compiler.compile, compiler.jit
+        places = op._find_user_frame, op._fast_frameinfo
+        return [*changed, *places, *(getattr(settings, name) for name in names)]
 
     before = state()
     host.install(launches.append, "sm_90a")
-    assert all(now != then for now, then in zip(state()[:4], before, strict=False))
+    assert all(now != then for now, then in zip(state()[:-1], before, strict=False))
     host.install(launches.append, "sm_100a")
     host.uninstall()
     host.uninstall()

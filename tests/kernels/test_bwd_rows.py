@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everything import examples
+from everything import examples, one_of
 from flash4_torch.kernels.common.bwd.dq_blocks import DqBlocks, DqLanes
 from flash4_torch.kernels.common.bwd.row_blocks import (
     GroupReducePlan,
@@ -56,11 +57,12 @@ def test_packed_sequences_have_room() -> None:
             assert len(rows.unique()) == sum(lengths) and rows.max() < count
 
 
-@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("queries", [64, 128])
-@pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("D", "Dv", "queries", "varlen"),
+    one_of(3, [(*heads, *rest) for heads, *rest in product(HEADS, (64, 128), (False, True))]),
+)
 @given(data=st.data())
-@settings(max_examples=examples(2, 4))
+@settings(max_examples=examples(3, 4))
 def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["float16" if queries == 64 else "bfloat16", "float32"]))
     with_dlse = turns_wanted = queries == 64
@@ -124,10 +126,16 @@ def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
             assert placed[of_sums.place(row, column)] == numbers[row, column]
 
 
-@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("order", ["fragments", "lanes", "registers"])
-@pytest.mark.parametrize("queries", [64, 128])
-@pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("D", "Dv", "queries", "order", "varlen"),
+    one_of(
+        5,
+        [
+            (*heads, *rest)
+            for heads, *rest in product(HEADS, (64, 128), ("fragments", "lanes", "registers"), (False, True))
+        ],
+    ),
+)
 @given(data=st.data())
 @settings(max_examples=examples(2, 4))
 def test_postprocess(D: int, Dv: int, queries: int, order: str, varlen: bool, data: st.DataObject) -> None:

@@ -68,6 +68,15 @@ def functions() -> Iterator[Mods]:
 FUNCTIONS = tuple(functions())
 
 
+DROPOUT = {"dropout": True, "scaled": True}
+TIGHT = (
+    (Features("float16", 256, 256, dropout=True), "sm_86"),
+    (Features("bfloat16", 96, 96, right=True, mods=FUNCTIONS[0])._replace(**DROPOUT), "sm_120a"),
+    (Features("bfloat16", 96, 96, softcap=True, mods=FUNCTIONS[4])._replace(**DROPOUT, **WINDOW), "sm_120a"),
+)
+"""Features of kernels that spill without dQ's halves, with rounded weights, and with two warps to 16 keys."""
+
+
 def reachable(table: sm80_backward.Table) -> Iterator[Kernel]:
     """Kernels that calls with these head sizes and features can ask for, with alternating dtypes."""
     dtypes = cycle(("bfloat16", "float16"))
@@ -99,7 +108,9 @@ def everything(arch: str) -> list[Key]:
 
 def keys() -> list[Key]:
     """All kernels that are compiled."""
-    return [key for arch in TABLES for key in one_of(112, everything(arch))] + one_of(16, parts())
+    found = [key for arch in TABLES for key in one_of(112, everything(arch))] + one_of(16, parts())
+    tight = [Key(ENTRY, (features, SMALL.config(features)), arch) for features, arch in TIGHT]
+    return list(dict.fromkeys([*found, *tight]))
 
 
 def parts() -> list[Key]:

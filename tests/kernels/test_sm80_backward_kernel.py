@@ -66,6 +66,7 @@ STATICS = {
     "dropout, 128 queries": static(64, 64, (8, 1, 128, 1), "float16", dropout=True, **ROUNDED, **CAUSAL),
     "dropout, bool mask": static(128, 128, (8, 2, 64, 1), dropout=True, mask="bool"),
     "dropout, four column warps": static(64, 256, (4, 4, 64, 1), "float16", dropout=True, **CAUSAL),
+    "dropout, halves of dQ": static(256, 208, (4, 4, 64, 1), dropout=True, **ROUNDED, **CAUSAL),
     "dropout, windows": static(64, 48, (4, 1, 64, 2), "float16", dropout=True, varlen=True, **WINDOW),
     "dropout, two MMAs": static(128, 128, (8, 2, 64, 2), key_mmas=2, dropout=True, **CAUSAL),
     "dropout, two MMAs, wide": static(256, 200, (8, 4, 64, 1), "float16", key_mmas=2, dropout=True),

@@ -48,6 +48,8 @@ FULL = tuple(
     for dtype, pack, uses in (("bfloat16", 8, CAUSAL), ("float16", 8, {"mask": "bool", **WINDOW}))
 )
 """Kernels of the row whose accumulators take the most registers."""
+EXACT = Features("float32", 128, 128, right=True)
+"""Three products, 128 columns: sm_120a spills O without branches around some of its chunks."""
 SPILLS = Features("bfloat16", 128, 128, mask="float32", scaled=True), Sm80Forward(4, 2, 64, 1)
 
 
@@ -73,6 +75,7 @@ def keys() -> list[Key]:
     """All kernels that are compiled; the last one spills."""
     found = [key for arch in TABLES for key in one_of(151, everything(arch))]
     full = [Key(ENTRY, kernel, arch) for kernel in FULL for arch in ("sm_80", "sm_90a")]
+    full.append(Key(ENTRY, (EXACT, sm80.SMALL.forward(EXACT, 4096, 4095)), "sm_120a"))
     return list(dict.fromkeys([*found, *full, Key(ENTRY, SPILLS, "sm_80")]))
 
 

@@ -94,6 +94,12 @@ def main_kernels() -> list[Key]:
     return list(by_config.values())
 
 
+def common() -> list[Key]:
+    """What most calls ask for: long sequences, causal and full."""
+    found = [Features("bfloat16", D, D, right=causal) for D in (64, 128) for causal in (True, False)]
+    return [Key(SM90A.backward, (features, configs.backward(features, 8192)), SM90A.arch) for features in found]
+
+
 def kernels_of_rows() -> list[Key]:
     found = {Key(GROUP_REDUCE, (group_reduce_plan(features),), SM90A.arch): None for features in reachable()}
     for features in reachable():
@@ -106,7 +112,7 @@ def kernels_of_rows() -> list[Key]:
 
 
 def keys() -> list[Key]:
-    return [*one_of(4, main_kernels()), *kernels_of_rows()]
+    return [*one_of(4, main_kernels()), *common(), *kernels_of_rows()]
 
 
 @pytest.fixture(scope="module")

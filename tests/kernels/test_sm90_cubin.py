@@ -86,7 +86,14 @@ def covering() -> list[Kernel]:
     in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % step == 0]
     packed = (Features("bfloat16", 64, 64, right=True), Features("float16", 128, 128, varlen=True))
     most = [(features, sm90.reachable(features)[-1]) for features in packed]
-    return list(dict.fromkeys([*filter(is_tight, tightest()), *in_turn, *most, *ramped(), *listed(), ODD]))
+    chosen = [*filter(is_tight, tightest()), *in_turn, *most, *common(), *ramped(), *listed(), ODD]
+    return list(dict.fromkeys(chosen))
+
+
+def common() -> list[Kernel]:
+    """What most calls ask for: long sequences, causal and full."""
+    all_features = [Features("bfloat16", D, D)._replace(**uses) for D in (64, 128) for uses in (CAUSAL, {})]
+    return [(features, sm90.forward(features, 8192, 8192)) for features in all_features]
 
 
 def ramped() -> list[Kernel]:

@@ -1,16 +1,17 @@
-"""Kernels compiled to files, once for all tests of a run and by all processors."""
+"""Kernels compiled to files, once for all tests of a run, by the processors that other tests leave idle."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import cubin
 from flash4_torch import env
-from flash4_torch.compile import Key, cache, pool
+from flash4_torch.compile import Key, cache, jit, pool
 
 
 def folder_of_all_workers(folders: pytest.TempPathFactory) -> Path:
@@ -28,8 +29,21 @@ def files(keys: Sequence[Key], folders: pytest.TempPathFactory) -> dict[Key, Pat
     folder = folder_of_all_workers(folders)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(env.CACHE_DIR.name, str(folder / "kernels"))
-        pool.prepare(keys, len(os.sched_getaffinity(0)), lambda done, total: None)
+        jobs = len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+        if jobs > 1:
+            pool.prepare(keys, jobs, lambda done, total: None)
+        else:
+            _prepare_here(keys)
         return {key: _found(key) for key in keys}
+
+
+def _prepare_here(keys: Sequence[Key]) -> None:
+    """Compiles in this process: to start others that import torch and the compiler takes as long as a few
+    kernels, and pytest-xdist has given each processor its work.
+    """
+    for key in keys:
+        with cache.obtained(key.digest, partial(jit.build, key)):
+            pass
 
 
 def _found(key: Key) -> Path:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from everything import EVERYTHING
 from flash4_torch.configs.types import Features
 from kernel_calls import Kernel
 
 Pair = tuple[str, str]
+Name = TypeVar("Name")
 
 _SIZES = ("dtype", "D", "Dv")
 _FLAGS = ("varlen", "left", "right", "softcap", "dropout")
@@ -42,7 +43,7 @@ class Family(NamedTuple):
         """Kernels by their traits, in which every two that can occur together do, unless in a known one."""
         met = {pair for kernel in known for pair in self._pairs(kernel)}
         kernels = self._by_traits()
-        chosen = _covering({name: set(self._pairs(kernel)) - met for name, kernel in kernels.items()})
+        chosen = chosen_to_cover({name: set(self._pairs(kernel)) - met for name, kernel in kernels.items()})
         return {name: kernels[name] for name in chosen}
 
     def _pairs(self, kernel: Kernel) -> Iterator[Pair]:
@@ -68,7 +69,7 @@ def few(kernels: Mapping[str, Kernel], *always: str) -> dict[str, Kernel]:
     """The kernels that CI has time for: `always`, and others to cover every setting; or all of them."""
     settings = {name: {(setting,) for setting in _settings(kernel)} for name, kernel in kernels.items()}
     met = {setting for name in always for setting in settings[name]}
-    chosen = kernels if EVERYTHING else [*always, *_covering({n: s - met for n, s in settings.items()})]
+    chosen = kernels if EVERYTHING else [*always, *chosen_to_cover({n: s - met for n, s in settings.items()})]
     return {name: kernel for name, kernel in kernels.items() if name in chosen}
 
 
@@ -89,9 +90,9 @@ def _settings(kernel: Kernel) -> Iterator[str]:
         yield "unequal heads"
 
 
-def _covering(left: Mapping[str, set[tuple[str, ...]]]) -> list[str]:
+def chosen_to_cover(left: Mapping[Name, set[Any]]) -> list[Name]:
     """Names whose tuples are together all tuples, those with the most new ones first."""
-    chosen: list[str] = []
+    chosen: list[Name] = []
     while True:
         name = max(left, key=lambda name: len(left[name]))
         if not (new := left[name]):

@@ -298,19 +298,42 @@ def accumulate(
     keys = cute.size(own_v.stage, mode=[0])
     skipped = own_v.first // CHUNK * (keys * _ROW)
     at = tuple(vector_address(own_v.stage, 2 * (lane % LANES) + e, lane // LANES) + skipped for e in range(2))
-    for chunk in cutlass.range_constexpr(cute.size(O[0]) // (ROWS * CHUNK // 32)):
-        sums = make_accumulators(len(O), CHUNK)
-        rests = make_accumulators(len(O) if method.exact else 0, CHUNK)
-        for accumulator in (*sums, *rests):
-            accumulator.fill(0.0)
-        if cutlass.const_expr(isinstance(P[0], InRegisters)):
-            for k in cutlass.range_constexpr(keys // STEP):
-                _add_step(sums, rests, P, at, k, chunk * keys * _ROW, method)
+    chunks = cute.size(O[0]) // (ROWS * CHUNK // 32)
+    is_split = method.exact and isinstance(P[0], InRegisters) and chunks * CHUNK > _UNROLLED
+    # True, but ptxas does not know that.
+    is_lane = cute.arch.shuffle_sync(lane, lane) >= 0 if is_split else True
+    for chunk in cutlass.range_constexpr(chunks):
+        if cutlass.const_expr(is_split and chunk % 2 == 1):
+            # The branch ends ptxas's basic blocks: otherwise all chunks' sums live at once (ptxas.md, P31).
+            if is_lane:
+                _accumulate_chunk(O, factors, P, at, chunk, keys, method)
         else:
-            # In a loop ptxas does not keep what is read again for the next chunk.
-            for k in cutlass.range(keys // STEP, unroll=_STEPS):
-                _add_step(sums, rests, P, at, k, chunk * keys * _ROW, method)
-        _join(O, factors, sums, rests, chunk)
+            _accumulate_chunk(O, factors, P, at, chunk, keys, method)
+
+
+@cute.jit
+def _accumulate_chunk(
+    O: tuple[cute.Tensor, ...],
+    factors: tuple,
+    P: tuple[Left, ...],
+    at: tuple,
+    chunk: cutlass.Constexpr,
+    keys: cutlass.Constexpr,
+    method: cutlass.Constexpr,
+) -> None:
+    """The same for a chunk of O's columns."""
+    sums = make_accumulators(len(O), CHUNK)
+    rests = make_accumulators(len(O) if method.exact else 0, CHUNK)
+    for accumulator in (*sums, *rests):
+        accumulator.fill(0.0)
+    if cutlass.const_expr(isinstance(P[0], InRegisters)):
+        for k in cutlass.range_constexpr(keys // STEP):
+            _add_step(sums, rests, P, at, k, chunk * keys * _ROW, method)
+    else:
+        # In a loop ptxas does not keep what is read again for the next chunk.
+        for k in cutlass.range(keys // STEP, unroll=_STEPS):
+            _add_step(sums, rests, P, at, k, chunk * keys * _ROW, method)
+    _join(O, factors, sums, rests, chunk)
 
 
 def _join(O: tuple, factors: tuple, sums: tuple, rests: tuple, chunk: int) -> None:

@@ -208,11 +208,16 @@ def _blocks_partial_anywhere(
 ):
     """Process the blocks after the first one, where any of them may have to be masked."""
     plan, edges = ctx.plan, bands.edges_of(work.band, work.rows.first, work.rows.last)
-    after, is_after_partial = tiles.block_at(ctx, work.blocks, work.rows.top - 1)
+    if cutlass.const_expr(ctx.mask is not None):
+        after, is_after_partial = tiles.block_at(ctx, work.blocks, work.rows.top - 1)
     for i in cutlass.range(1, work.rows.count, unroll=1):
-        n, partial = after, is_after_partial
-        # A block ahead: the list lies in memory, and the branch below waits for its entry.
-        after, is_after_partial = tiles.block_at(ctx, work.blocks, work.rows.top - i - 1)
+        if cutlass.const_expr(ctx.mask is not None):
+            n, partial = after, is_after_partial
+            # A block ahead: the list lies in memory, and the branch below waits for its entry. Without a list
+            # ptxas serialises wgmmas next to half blocks if a number is kept from block to block.
+            after, is_after_partial = tiles.block_at(ctx, work.blocks, work.rows.top - i - 1)
+        else:
+            n, partial = tiles.block_at(ctx, work.blocks, work.rows.top - i)
         partial = partial | bands.is_partial(edges.band, plan.inner_band, n, edges.first, edges.last)
         # The branch encloses a whole block: one between its wgmmas would have to wait for both (ptxas.md,
         # P1). ptxas knows a vote to be uniform, which keeps the wgmmas' addresses in uniform registers (P7).
