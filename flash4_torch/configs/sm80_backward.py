@@ -61,7 +61,7 @@ _TABLE = (
         "masks, 98 to 162 KiB: of 64 queries and keys 320 ldmatrix, where 16 keys to a warp have 496"),
     Row(64, 64, _Tiles(8, 2, 64, 2), "features that need registers: 2 to 31 spills with 128 keys"),
     Row(128, 128, _OWN_IN_REGS._replace(copies_after_scores=True),
-        "162 KiB, as the next one; S begins at once behind the barrier; with dropout 2 spills for sm_90a"),
+        "162 KiB, as the next one; a warp begins S before all warps have used the block before"),
     Row(128, 128, _OWN_IN_REGS,
         "162 KiB: a warp has 136 ldmatrix a block at D 128, 108 at D 96; with its own P and dS from SMEM, "
         "and 16 rows of dQ, 160 and 120"),
@@ -242,7 +242,7 @@ def _own_has_registers(features: Features, config: Sm80Backward) -> bool:
     f = features
     has_band = f.left or f.right
     bare = not (f.varlen or f.deterministic or f.dropout_of_part) and (has_band or not config.ragged_k)
-    return not f.mask and (not f.dropout or (bare and not config.copies_after_scores))
+    return not f.mask and (not f.dropout or bare)
 
 
 def has_registers(features: Features, config: Sm80Backward) -> bool:

@@ -378,8 +378,8 @@ class Sm80Backward(NamedTuple):
     """Each of several `column_warps` has its own P and dS as operands of dV and dK from registers, before the
     barrier, and reads the others' from SMEM, behind it. Not for float32."""
     copies_after_scores: bool = False
-    """The next block's Q and dO are copied after a block's S, whose MMAs then begin at once. Not with one
-    stage, nor with `query_parts`."""
+    """The next block's Q and dO are copied after a block's S, whose MMAs then begin at once: an mbarrier says
+    that all warps have used the block before. Not with one stage, nor with `query_parts`."""
     dq_row_mmas: int = 1
     """MMAs of 16 rows of dQ side by side that a warp has: what it reads of K serves them all."""
     scores_by_parts: bool = False
@@ -459,7 +459,7 @@ class Sm80Backward(NamedTuple):
         each = 4 if features.is_float32 else 2
         whole = sum(-(-each * n // _ALIGNMENT) * _ALIGNMENT for n in matrices)
         mask = self.stages * weights * (4 if features.mask == "float32" else 2) if features.float_mask else 0
-        return whole + mask + statistics + bits // 8
+        return whole + mask + statistics + bits // 8 + 8 * self.copies_after_scores
 
 
 def _columns(config: Sm80Backward, features: Features) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -93,6 +93,12 @@ STATICS = {
         80, 96, (8, 2, 64, 2), key_mmas=2, copies_after_scores=True, **OWN, **WINDOW
     ),
     "own in registers, dropout": static(80, 96, (8, 2, 64, 2), key_mmas=2, dropout=True, **OWN, **WINDOW),
+    "own in registers, dropout, copies after S": static(
+        96, 72, (8, 2, 64, 2), "float16", key_mmas=2, copies_after_scores=True, dropout=True, **OWN, **CAUSAL
+    ),
+    "own in registers, in order, copies after S": static(
+        72, 96, (8, 2, 64, 2), key_mmas=2, copies_after_scores=True, deterministic=True, **OWN, **CAUSAL
+    ),
     "own in registers, in order": static(
         96, 40, (8, 2, 64, 1), "float16", key_mmas=2, deterministic=True, varlen=True, **OWN, **CAUSAL
     ),
@@ -147,7 +153,14 @@ FLOAT32 = {
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
 MASKED = {name: kernel for name, kernel in STATICS.items() if kernel[0].float_mask}
-ALWAYS = ("full", "wide, four column warps", "two parts, dropout", "float32: TF32", "float32: varlen")
+ALWAYS = (
+    "full",
+    "wide, four column warps",
+    "two parts, dropout",
+    "own in registers, dropout, copies after S",
+    "float32: TF32",
+    "float32: varlen",
+)
 FEW = few(STATICS, *ALWAYS)
 
 

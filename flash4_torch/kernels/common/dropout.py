@@ -317,11 +317,34 @@ class QueryRows(NamedTuple):
     @classmethod
     def select(cls, numbers: cute.Tensor, keep_bits: cute.Tensor, strip: int = 0) -> None:
         """`drop` for float32 numbers, in the order of their bits: ptxas tests eight at a time (R2P)."""
-        count = cute.size(numbers)
-        places = sorted((cls.place(strip * _STRIP_PAIRS + i // 2, i % 2), i) for i in range(count))
-        for (word, byte, bit), i in places:
-            is_kept = (keep_bits[word] & Uint32(1 << 8 * byte + bit)) != 0
+        for word, bit, i in cls._in_order(cute.size(numbers), strip):
+            is_kept = (keep_bits[word] & Uint32(1 << bit)) != 0
             numbers[i] = cutlass.select_(is_kept, numbers[i], Float32(0.0))
+
+    @classmethod
+    def select_both(
+        cls, numbers: cute.Tensor, others: cute.Tensor, keep_bits: cute.Tensor, strip: int = 0
+    ) -> None:
+        """`select` for the numbers, and the same for the others, which are finite: they become 0 or -0.
+
+        A bit is tested once for both. The others are multiplied, since a selection takes the ALU, whose lanes
+        are half as many as those of the FMA pipe.
+        """
+        for word, bit, i in cls._in_order(cute.size(numbers), strip):
+            numbers[i], others[i] = cute.arch.inline_ptx(
+                f"{{ .reg .pred kept; .reg .b32 bit; and.b32 bit, {{$r0}}, {1 << bit};"
+                " setp.ne.u32 kept, bit, 0;"
+                " selp.f32 {$w0}, {$r1}, 0f00000000, kept;"
+                " mov.f32 {$w1}, {$r2}; @!kept mul.f32 {$w1}, {$r2}, 0f00000000; }",
+                write_only_types=[Float32, Float32],
+                read_only_args=[keep_bits[word], numbers[i], others[i]],
+            )
+
+    @classmethod
+    def _in_order(cls, count: int, strip: int) -> list[tuple[int, int, int]]:
+        """Word, bit and place of so many numbers, in the order of their bits."""
+        places = (cls.place(strip * _STRIP_PAIRS + i // 2, i % 2) for i in range(count))
+        return sorted((word, 8 * byte + bit, i) for i, (word, byte, bit) in enumerate(places))
 
 
 class KeyRows(QueryRows):

@@ -61,6 +61,8 @@ class Context:
     """(queries, row_stats, stages): of each row what the preprocess kernel found."""
     work_idx: cute.Pointer
     """The work index that one thread has drawn, in order."""
+    empty: cute.Pointer | None
+    """An mbarrier: see the module."""
     sMask: cute.Tensor | None
     """(queries, keys, stages): a floating mask as it lies; see `mask_tile`."""
     sKeepBits: cute.Tensor | None

@@ -10,6 +10,7 @@ from ...common import warp_mma, warp_tf32
 from ...common.bwd import dq_semaphore, tiles
 from ...common.bwd.dq_blocks import THREADS
 from ...common.warps import WARP
+from . import empty
 from .context import Context
 from .state import BlockState, TileState, make_sums
 
@@ -27,6 +28,8 @@ def add_dq(ctx: Context, work: TileState, own: BlockState) -> None:
     strip, share = ctx.warp % row_groups * plan.dq_row_mmas, ctx.warp // row_groups
     if cutlass.const_expr(plan.features.deterministic):
         dQ = _products(ctx, strip, share, Int32(0), plan.dq_columns)
+        if cutlass.const_expr(plan.overlaps_blocks):
+            empty.release(ctx)
         step = dq_semaphore.step_of(ctx, work.order, own.n, block, True)
         if (ctx.warp == 0) & (ctx.lane == 0):
             dq_semaphore.spin(step.address, step.awaited)
@@ -42,6 +45,9 @@ def add_dq(ctx: Context, work: TileState, own: BlockState) -> None:
         # A loop, so that ptxas does not compute all columns before it adds the first ones.
         for k in cutlass.range(plan.dq_columns // each, unroll=1):
             dQ = _products(ctx, strip, share, k, each)
+            if cutlass.const_expr(plan.overlaps_blocks):
+                # There is one turn. On sm_80 a release waits for what was added before it.
+                empty.release(ctx)
             for m in cutlass.range_constexpr(plan.dq_row_mmas):
                 _add(ctx, dQ[m], block, strip + m, share, k)
 

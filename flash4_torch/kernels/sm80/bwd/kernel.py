@@ -16,7 +16,7 @@ from ...common.bwd import tiles
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs, visited
 from ...common.warps import WARP
-from . import mask_tile
+from . import empty, mask_tile
 from .context import Context, Layouts, Maps
 from .epilogue import epilogue
 from .mainloop import mainloop, make_thread
@@ -58,6 +58,7 @@ def backward_kernel(
         words = (WARP, plan.keep_words, plan.warps)
         sKeepBits = memory.allocate_tensor(Uint32, cute.make_layout(words), 16)
     ctx = Context(
+        empty=empty.allocate(memory, plan),
         plan=plan,
         params=params,
         maps=maps,

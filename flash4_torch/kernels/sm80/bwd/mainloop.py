@@ -9,6 +9,7 @@ from cutlass import Boolean, Int32
 from ...common import dropout, warp_mma, warp_tf32
 from ...common.bwd import tiles
 from ...common.bwd.tiles import Tile
+from . import empty
 from .context import Context
 from .dq_sums import add_dq
 from .load import load_kv, load_rows
@@ -44,6 +45,10 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         load_rows(ctx, tile, Copy(blocks[i], Int32(i), count, Int32(i)))
     if cutlass.const_expr(plan.generates_ahead):
         generate_keep_bits(ctx, work, _own(ctx, work, blocks[0]))
+    if cutlass.const_expr(plan.overlaps_blocks):
+        empty.init(ctx)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
     stage, freed = Int32(0), Int32(plan.stages - 1)
     for i in cutlass.range(count, unroll=1):
         block = blocks[0]
@@ -51,9 +56,10 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         mask = [mask_words(ctx, work.of_mma(m), own) for m in range(plan.key_mmas)]
         if cutlass.const_expr(plan.generates_under_wait):
             generate_keep_bits(ctx, work, own)
-        cute.arch.cp_async_wait_group(plan.groups_in_flight)
-        # The block is there, and all warps have used dS, Q and dO of the one before.
-        cute.arch.sync_threads()
+        if cutlass.const_expr(not plan.overlaps_blocks):
+            cute.arch.cp_async_wait_group(plan.groups_in_flight)
+            # The block is there, and all warps have used dS, Q and dO of the one before.
+            cute.arch.sync_threads()
         copy = Copy(blocks[-1], i + ahead, count, freed if plan.stages > 1 else stage)
         if cutlass.const_expr(plan.stages > 1 and not plan.config.copies_after_scores):
             load_rows(ctx, tile, copy)
@@ -89,6 +95,9 @@ def _to_dk(
     plan = ctx.plan
     for part in cutlass.range(plan.query_parts, unroll=1):
         _part_to_dk(ctx, t, work, blocks[0], own._replace(part=part), mask, stage, copy)
+    if cutlass.const_expr(plan.overlaps_blocks):
+        # The next block is there, too.
+        cute.arch.cp_async_wait_group(0)
     cute.arch.sync_threads()
     if cutlass.const_expr(plan.shares_weights):
         _accumulate_shared(ctx, t.dV, ctx.sP, ctx.sdO[None, None, stage])
@@ -115,6 +124,8 @@ def _part_to_dk(
     S, dP = (make_sums(plan, plan.part_queries, plan.key_mmas, filled=False) for _ in range(2))
     mmas = range(plan.key_mmas)
     _scores(ctx, own, S, ctx.sK, sQ, plan.D)
+    if plan.overlaps_blocks:
+        empty.wait(ctx, copy.i - plan.ahead)
     if plan.config.copies_after_scores:
         load_rows(ctx, work.tile, copy)
     probs = [recompute_p(ctx, work.of_mma(m), block, own, S[m], m, mask[m], stage) for m in mmas]
@@ -122,7 +133,7 @@ def _part_to_dk(
         generate_keep_bits(ctx, work, own)
     keep_bits = take_keep_bits(ctx, own)
     _scores(ctx, own, dP, ctx.sV, sdO, plan.Dv)
-    P = [dropped(ctx, probs[m], keep_bits, m) for m in mmas]
+    P = [dropped(ctx, probs[m], S[m], dP[m], keep_bits, m) for m in mmas]
     if plan.shares_weights:
         _store(ctx, own, P, ctx.sP)
     if plan.own_in_regs:

@@ -13,7 +13,8 @@ that sees one of these keys. Keys are the rows of S^T, dP^T, dK and dV: each war
     epilogue  dK and dV through the memory of K and V
 
 The copies of a block are one cp.async group. A barrier of the CTA says that a block has come, and that dS of
-the block before has been used; another one that dS is written. If several warps share keys, they read P and
+the block before has been used; another one that dS is written. The first one may be an mbarrier, for which
+warps wait after S: see `empty`. If several warps share keys, they read P and
 dS from SMEM for dV and dK, too, behind this barrier: all of it, or the other warps'. Columns are shared such
 that every warp has some of each chunk: see `warp_mma.Share`.
 """
@@ -152,6 +153,11 @@ class Plan(BackwardPlan):
         return self.features.dropout and not (self.generates_by_parts or self.generates_ahead)
 
     @property
+    def drops_both(self) -> bool:
+        """Whether P and dP are dropped together, after dP's MMAs, and P is rounded as late."""
+        return self.features.dropout and self.config.own_in_regs
+
+    @property
     def shares_weights(self) -> bool:
         """Whether warps read P and dS of their keys from SMEM, not only dS of all keys."""
         return self.column_warps > 1
@@ -164,12 +170,11 @@ class Plan(BackwardPlan):
     @property
     def stores_by_address(self) -> bool:
         """Whether P and dS are stored by one address a lane. With one MMA of keys, and with masks, some of
-        these kernels spill; up to 96 columns, and with dropout and no band, they are slower.
+        these kernels spill; up to 96 columns they are slower.
         """
         f = self.features
         is_wide = max(self.D, self.Dv) > 96 or self.query_parts > 1
-        drops_all = f.dropout and not self.band.masks
-        return self.key_mmas > 1 and not f.mask and is_wide and not drops_all
+        return self.key_mmas > 1 and not f.mask and is_wide
 
     @property
     def dq_row_mmas(self) -> int:
@@ -233,6 +238,11 @@ class Plan(BackwardPlan):
         return max(self.stages - 2, 0)
 
     @property
+    def overlaps_blocks(self) -> bool:
+        """Whether a warp may begin a block's S before all warps have used the block before: see `empty`."""
+        return self.config.copies_after_scores
+
+    @property
     def masks(self) -> bool:
         return self.band.left or self.band.right or self.config.ragged_k or self.features.lists_blocks
 
@@ -258,5 +268,6 @@ class Plan(BackwardPlan):
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert not (c.own_in_regs and f.is_float32)
         assert not c.copies_after_scores or (c.stages > 1 and c.query_parts == 1)
+        assert not self.overlaps_blocks or self.dq_columns_at_once == self.dq_columns, "it is released once"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)

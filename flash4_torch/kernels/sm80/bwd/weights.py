@@ -28,6 +28,7 @@ class Probs(NamedTuple):
     """What a block's dS needs besides S itself, in the order of the accumulator."""
 
     P: cute.Tensor
+    """Rounded, but not yet where `Plan.drops_both`."""
     dtanh: cute.Tensor | None
     """Softcap's derivative, in 16 bits."""
     scores: cute.Tensor | None = None
@@ -120,7 +121,8 @@ def recompute_p(
             else:
                 x = S[4 * j + i] * scale - of_column[i % 2]
             S[4 * j + i] = cute.math.exp2(x, fastmath=True)
-        round_to(four_of(S, j), four_of(P, j))
+        if cutlass.const_expr(not plan.drops_both):
+            round_to(four_of(S, j), four_of(P, j))
     return Probs(P, dtanh, before)
 
 
@@ -205,9 +207,23 @@ def _strip_of(ctx: Context, m: int) -> int:
 
 
 @cute.jit
-def dropped(ctx: Context, probs: Probs, keep_bits: cute.Tensor | None, m: cutlass.Constexpr) -> cute.Tensor:
-    """P of the m-th MMA after dropout."""
+def dropped(
+    ctx: Context,
+    probs: Probs,
+    S: cute.Tensor,
+    dP: cute.Tensor,
+    keep_bits: cute.Tensor | None,
+    m: cutlass.Constexpr,
+) -> cute.Tensor:
+    """P of the m-th MMA after dropout; and dP, in its place, if both are dropped together."""
     if cutlass.const_expr(not ctx.plan.features.dropout):
+        return probs.P
+    if cutlass.const_expr(ctx.plan.drops_both):
+        kept = cute.make_rmem_tensor(S.layout, Float32)
+        for i in cutlass.range_constexpr(cute.size(S)):
+            kept[i] = S[i]
+        dropout.KeyRows.select_both(kept, dP, keep_bits, _strip_of(ctx, m))
+        round_to(kept, probs.P)
         return probs.P
     dropped = cute.make_rmem_tensor(probs.P.layout, ctx.plan.dtype)
     for i in cutlass.range_constexpr(cute.size(dropped)):
@@ -231,7 +247,7 @@ def differentiate(
     """dS = P (dP - delta), the gradient with respect to scaled scores."""
     plan, features = ctx.plan, ctx.plan.features
     dS = cute.make_rmem_tensor(dP.layout, plan.dtype)
-    if cutlass.const_expr(features.dropout):
+    if cutlass.const_expr(features.dropout and not plan.drops_both):
         dropout.KeyRows.select(dP, keep_bits, _strip_of(ctx, m))
     delta = _of_own_queries(ctx, own, DELTA, stage)
     for j in cutlass.range_constexpr(cute.size(dP) // 4):
