@@ -122,8 +122,10 @@ def of(module: nn.MultiheadAttention, call: Call, options: CallOptions) -> Mater
         most = _MOST_RETURNED
     elif options.dropout_p:
         most = _MOST_DROPPED
+    elif query.dtype.itemsize == 2:
+        most = _FEW - 1
     else:
-        return None  # torch's flash kernel is faster
+        return None  # torch's flash kernel is as fast
     N, S = query.shape[:2] if module.batch_first else query.shape[1::-1]
     count = N * module.num_heads * S * S
     products = working_dtype(query.dtype) if count < _FEW else products_dtype(query.dtype)

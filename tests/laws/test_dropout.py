@@ -160,6 +160,14 @@ SEEDS = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(
+    SEEDS, st.sampled_from([0.1, 0.5, 1.0]), st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 40)] * 2)
+)
+def test_the_whole_mask_at_once(seed: int, p: float, sizes: tuple[int, int, int, int]) -> None:
+    dropout, (B, H, Sq, Sk) = Dropout(torch.tensor([seed, 7]), p), sizes
+    assert torch.equal(dropout.keep_all(*sizes).bool(), dropout.keep(range(B), H, range(Sq), range(Sk)))
+
+
+@given(
     SEEDS,
     SEEDS,
     st.sampled_from([0.0, 1e-6, 0.1, 1 / 256, 0.5, 0.999, 1.0]),
