@@ -37,7 +37,7 @@ _NOTHING = {dtype: torch.zeros(1, 1, 1, dtype=dtype) for dtype in _DTYPES}
 _ADDED = {dtype: torch.tensor([-torch.inf, 0.0], dtype=dtype).unbind() for dtype in _DTYPES}
 """What a bool mask adds to scores where it is True, and where it is False."""
 _NO_GRADIENTS = None, None, None
-"""Of both masks, and of what is no tensor."""
+"""The gradients of both masks, and of what is no tensor."""
 
 
 class Materialized(NamedTuple):
@@ -53,7 +53,7 @@ class Materialized(NamedTuple):
     products: torch.dtype
     """The dtype of the products of queries, keys, values and weights, and of the weights."""
     wants_grad: bool = True
-    """As `prepared.Prepared.wants_grad`."""
+    """`prepared.Prepared` has such a field, too."""
 
     def sizes(self, x: Tensor) -> tuple[int, int]:
         """Batch and sequence length of the module's input."""

@@ -256,7 +256,7 @@ class _Few(NamedTuple):
 
     counters: lanes.Counters
     place: Tensor
-    """Of each weight in `lanes.bits`."""
+    """The index of each weight in `lanes.bits`."""
 
     @staticmethod
     @lru_cache(maxsize=64)
