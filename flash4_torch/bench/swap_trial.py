@@ -169,6 +169,8 @@ def _kept(out: Tensor, shape: tuple[int, int, int, int], p: float) -> Tensor:
     whose signs say it, or dropout's state.
     """
     kept = _saved(out, torch.bool, shape)
+    if kept is None and (bytes_kept := _saved(out, torch.uint8, shape)) is not None:
+        kept = bytes_kept.bool()
     if kept is None and (signed := _saved(out, out.dtype, shape)) is not None:
         kept = ~signed.signbit()
     return dropout_mask(saved_rng_state(out), *shape, p) if kept is None else kept

@@ -19,9 +19,10 @@ from torch.compiler import is_dynamo_compiling
 from ..fast_path import FastAutograd, FastCall, recent
 from ..fast_path.conditions import must_take_slow_path
 from ..ops import autograd
-from ..problem import allows_tf32
-from . import fused, padding
+from ..problem import CallOptions, allows_tf32
+from . import fused, materialized, padding
 from .contract import Call
+from .materialized import Materialized
 
 Signature = tuple[Any, ...]
 
@@ -55,8 +56,9 @@ class Prepared(NamedTuple):
         return rows if self.batch_first else rows.transpose(0, 1).contiguous()
 
 
-_calls: dict[Signature, Prepared] = {}
-_recent: recent.Known[Prepared] = {}
+Known = Prepared | Materialized
+_calls: dict[Signature, Known] = {}
+_recent: recent.Known[Known] = {}
 """The same, by torch's own check of all tensors at once."""
 
 
@@ -82,7 +84,7 @@ def parameters_of(module: nn.MultiheadAttention) -> _Parameters:
 
 def lookup(
     module: nn.MultiheadAttention, call: Call, parameters: _Parameters
-) -> tuple[Signature | None, Prepared | None]:
+) -> tuple[Signature | None, Known | None]:
     """The call's signature (None if it must take the slow path), and the prepared call, if there is one."""
     query = call.query
     if (
@@ -181,12 +183,26 @@ def record(
     wants_grad: bool = signature[_WANTS_GRAD]
     if wants_grad and not isinstance(attention, FastAutograd):
         return None  # only the output projection has gradients
-    if len(_calls) >= _MOST:
-        clear()
     is_fused = not wants_grad and fused.serves(module, call)
     found = Prepared(attention, module.num_heads, module.batch_first, reads_attn_mask, wants_grad, is_fused)
-    _calls[signature] = found
+    _keep(signature, found)
     return found
+
+
+def record_materialized(
+    signature: Signature, module: nn.MultiheadAttention, call: Call, options: CallOptions
+) -> Materialized | None:
+    """Remembers a call, not served yet, whose weights are best saved for the backward; None for others."""
+    found = materialized.of(module, call, options) if signature[_WANTS_GRAD] else None
+    if found is not None:
+        _keep(signature, found)
+    return found
+
+
+def _keep(signature: Signature, found: Known) -> None:
+    if len(_calls) >= _MOST:
+        clear()
+    _calls[signature] = found
 
 
 def clear() -> None:
@@ -195,8 +211,10 @@ def clear() -> None:
     _recent.clear()
 
 
-def run(prepared: Prepared, call: Call, parameters: _Parameters) -> tuple[Tensor, Tensor | None]:
+def run(prepared: Known, call: Call, parameters: _Parameters) -> tuple[Tensor, Tensor | None]:
     """The module's output and the weights, or None."""
+    if isinstance(prepared, Materialized):
+        return materialized.run(prepared, call, parameters)
     if prepared.is_fused:
         both = fused.run(call, parameters, prepared.num_heads)
         if both is not None:
@@ -239,7 +257,8 @@ def _backward(ctx: Any, dy: Tensor | None, dweights: Tensor | None = None) -> tu
     needs_x, needs_weight, needs_bias, needs_out_weight, needs_out_bias, *_ = ctx.needs_input_grad
     dx = dweight = dbias = dout_weight = dout_bias = dout = None
     if dy is not None:
-        dy_rows = dy.flatten(0, 1)
+        # Reshaped, because vmap does not know how to flatten.
+        dy_rows = dy.reshape(-1, dy.shape[-1])
         if needs_out_weight:
             dout_weight = dy_rows.t() @ prepared.rows(out).flatten(0, 1)
         if needs_out_bias:
@@ -248,10 +267,10 @@ def _backward(ctx: Any, dy: Tensor | None, dweights: Tensor | None = None) -> tu
         dout = dout if prepared.batch_first else dout.transpose(0, 1)
     if needs_x or needs_weight or needs_bias:
         grads = _attention_grads(prepared.attention, dout, dweights, (out, lse, low), tensors)
-        dqkv = torch.cat([g.flatten(2) for g in grads], -1)
+        dqkv = torch.cat([g.reshape(*g.shape[:2], -1) for g in grads], -1)
         if not prepared.batch_first:
             dqkv = dqkv.transpose(0, 1)
-        rows = dqkv.flatten(0, 1)
+        rows = dqkv.reshape(-1, dqkv.shape[-1])
         if needs_x:
             dx = (rows @ weight).view(x.shape)
         if needs_weight:

@@ -220,6 +220,13 @@ def _refuse_tangents(ctx: Any, *tangents: Tensor) -> Grads:
     raise ForwardModeError
 
 
+def refusing(name: str, gradients: Callable[..., Any]) -> type[torch.autograd.Function]:
+    """An autograd.Function of what computes gradients, which have none; torch.func can transform it."""
+    return function(
+        name, gradients, _refuse, setup_context=staticmethod(_save_nothing), generate_vmap_rule=True
+    )
+
+
 attention_backward, attention_varlen_backward, attention_weights_backward, _ = (
     _differentiable(name, _save_nothing, _refuse)
     for name in (

@@ -8,11 +8,9 @@ once what `dropout` does for a tensor. The bits are the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 MOST = 1 << 10
 """Lanes up to which this is faster than torch."""
@@ -21,7 +19,7 @@ _LANE = 64
 _WORD = 0xFFFFFFFF
 
 
-class _Counters(NamedTuple):
+class Counters(NamedTuple):
     """Counter words that no seed and no offset changes."""
 
     j: int
@@ -29,14 +27,15 @@ class _Counters(NamedTuple):
     head: int
     ones: int
     """1 in each lane."""
+    num_bytes: int
 
 
 @lru_cache(maxsize=64)
-def _counters(heads: tuple[int, ...], i_words: range, j_words: range) -> _Counters:
+def counters(heads: tuple[int, ...], i_words: range, j_words: range) -> Counters:
     """Those of each call, in the order (heads, i_words, j_words) from the lowest lane on."""
     calls = [(j, i, head & _WORD) for head in heads for i in i_words for j in j_words]
     j, i, h = (_joined(list(words)) for words in zip(*calls, strict=True))
-    return _Counters(j, i, h, _joined([1] * len(calls)))
+    return Counters(j, i, h, _joined([1] * len(calls)), len(calls) * _LANE // 8)
 
 
 def _joined(words: list[int]) -> int:
@@ -44,7 +43,7 @@ def _joined(words: list[int]) -> int:
 
 
 def philox(
-    counters: _Counters,
+    counters: Counters,
     offset: int,
     seed: int,
     multipliers: tuple[int, int],
@@ -52,15 +51,16 @@ def philox(
     rounds: int,
 ) -> tuple[int, int, int, int]:
     """Philox 4x32 of each lane: `dropout.philox`."""
-    x0, x1, x2, ones = counters
+    x0, x1, x2, ones, _ = counters
     x3, words = ones * (offset & _WORD), ones * _WORD
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(rounds):
         p0, p1 = x0 * multipliers[0], x2 * multipliers[1]
-        x0, x1 = ((p1 >> 32) & words) ^ x1 ^ ones * k0, p1 & words
-        x2, x3 = ((p0 >> 32) & words) ^ x3 ^ ones * k1, p0 & words
+        # Bits above a word are masked off where they would matter.
+        x0, x1 = ((p1 >> 32) ^ x1 ^ ones * k0) & words, p1
+        x2, x3 = ((p0 >> 32) ^ x3 ^ ones * k1) & words, p0
         k0, k1 = (k0 + weyl[0]) & _WORD, (k1 + weyl[1]) & _WORD
-    return x0, x1, x2, x3
+    return x0, x1 & words, x2, x3 & words
 
 
 class Lanes(NamedTuple):
@@ -72,34 +72,43 @@ class Lanes(NamedTuple):
     rotations: tuple[int, ...]
     turn: int
 
-    def keep(
-        self,
-        heads: tuple[int, ...],
-        i_words: range,
-        j_words: range,
-        state: tuple[int, int],
-        threshold: tuple[int, int],
-    ) -> Tensor:
-        """Keep bits, int32 (heads, i >> 4 : i2, j >> 4 : j2 j1), on the CPU."""
+    def keep(self, counters: Counters, state: Sequence[int], threshold: tuple[int, int]) -> int:
+        """Keep bits, 32 in a lane."""
         (seed, offset), (t, f) = state, threshold
-        counters = _counters(heads, i_words, j_words)
         ones = counters.ones
         mask = ones * _WORD
 
-        def rotated(word: int, by: int) -> int:
-            return ((word << by) | (word >> (32 - by))) & mask
-
         words = philox(counters, offset, seed, self.multipliers, self.weyl, self.rounds)
-        turned = [rotated(words[(k + 1) % 4], by) for k, by in enumerate(self.rotations)]
+        # Not masked: what a rotation leaves above a word is masked off below.
+        turned = [
+            (word << by) | (word >> (32 - by))
+            for word, by in zip(words[1:] + words[:2], self.rotations, strict=True)
+        ]
         # Adding 2**32 - f carries into bit 32 where the word is at least f.
-        carried = (turned[0] ^ turned[1] ^ turned[2]) + ones * ((1 << 32) - f)
+        carried = ((turned[0] ^ turned[1] ^ turned[2]) & mask) + ones * ((1 << 32) - f)
         kept = ((carried >> 32) & ones) * _WORD
         for k in range(4):
             plane = words[k] ^ turned[k] ^ turned[k + 1]
             kept = kept & plane if t >> k & 1 else kept | plane
-        kept = rotated(kept, self.turn)
+        kept &= mask
+        kept = ((kept << self.turn) | (kept >> (32 - self.turn))) & mask
         for k in range(4):
             kept = kept & words[k] if t >> 4 + k & 1 else kept | words[k]
-        shape = len(heads), len(i_words), len(j_words)
-        found = bytearray(kept.to_bytes(_LANE // 8 * shape[0] * shape[1] * shape[2], "little"))
-        return torch.frombuffer(found, dtype=torch.int64).view(shape).to(torch.int32)
+        return kept
+
+
+def words(lanes: int, num_bytes: int) -> bytearray:
+    """Lanes as int64 numbers in memory."""
+    return bytearray(lanes.to_bytes(num_bytes, "little"))
+
+
+def bits(lanes: int, num_bytes: int) -> bytearray:
+    """Each bit of the lanes as a byte: the lowest of all of their bytes, then the next ones."""
+    lowest = _lowest(num_bytes)
+    return bytearray().join([(lanes >> k & lowest).to_bytes(num_bytes, "little") for k in range(8)])
+
+
+@lru_cache(maxsize=64)
+def _lowest(num_bytes: int) -> int:
+    """1 in each byte."""
+    return int.from_bytes(b"\1" * num_bytes, "little")

@@ -67,7 +67,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flex.attention": {"flex", "flex.call", "flex.repeated", "ops", "reference"},
     "distributed": {"api", "integrations", "nn", "ops", "reference"},
     "flash_attn": {"api", "kvcache", "ops"},
-    "nn": {"attend", "fast_path", "ops"},
+    # Its steps are written in torch's operators, as the reference is, with the reference's dropout.
+    "nn.materialized": {"nn", "ops", "reference"},
+    "nn": {"attend", "fast_path", "nn.materialized", "ops"},
     "integrations": {
         "ahead",
         "api",

@@ -160,6 +160,14 @@ SEEDS = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(
+    SEEDS, st.sampled_from([0.1, 0.5, 1.0]), st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 40)] * 2)
+)
+def test_the_whole_mask_at_once(seed: int, p: float, sizes: tuple[int, int, int, int]) -> None:
+    dropout, (B, H, Sq, Sk) = Dropout(torch.tensor([seed, 7]), p), sizes
+    assert torch.equal(dropout.keep_all(*sizes).bool(), dropout.keep(range(B), H, range(Sq), range(Sk)))
+
+
+@given(
     SEEDS,
     SEEDS,
     st.sampled_from([0.0, 1e-6, 0.1, 1 / 256, 0.5, 0.999, 1.0]),
@@ -340,8 +348,8 @@ def test_a_tile_is_a_part_of_the_mask(seed: int, sizes: tuple[int, int], B: int,
 def test_small_masks_are_made_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     masks, made = dropout_module._Masks(), []
     monkeypatch.setattr(dropout_module, "_masks", masks)
-    keep = Dropout.keep
-    monkeypatch.setattr(Dropout, "keep", lambda self, *spans: made.append(spans) or keep(self, *spans))
+    keep = Dropout.keep_all
+    monkeypatch.setattr(Dropout, "keep_all", lambda self, *sizes: made.append(sizes) or keep(self, *sizes))
     every = (range(2), range(16), range(16))
     for _ in range(2):
         Dropout(torch.tensor([1, 2]), 0.3).tile((2, 3, 16, 16), *every)

@@ -131,7 +131,19 @@ def test_the_second_call_takes_it() -> None:
         with torch.autocast("cpu"):
             assert not is_taken(lambda: attention(x, x, x))
     attention.train()
-    assert [is_taken(lambda: attention(x, x, x)[0].sum().backward()) for _ in range(3)] == [False, True, True]
+    step = lambda: attention(x, x, x, need_weights=False)[0].sum().backward()  # noqa: E731
+    assert [is_taken(step) for _ in range(3)] == [False, True, True]
+
+
+def test_gradients_of_a_batch_are_those_of_each() -> None:
+    attention, x = module(), an_input().requires_grad_()
+    for _ in range(3):
+        out, _ = attention(x, x, x, need_weights=False)
+        douts = torch.randn(2, *out.shape)
+        more = {"retain_graph": True, "create_graph": True}
+        (batch,) = torch.autograd.grad(out, x, douts, is_grads_batched=True, **more)
+        for found, dout in zip(batch, douts, strict=True):
+            torch.testing.assert_close(found, torch.autograd.grad(out, x, dout, **more)[0])
 
 
 class Mode(TorchDispatchMode):

@@ -1,0 +1,199 @@
+"""Training steps that save their weights: results are those of the operators, gradients keep their laws."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import flash4_torch
+from everything import examples
+from flash4_torch import fast_path, testing
+from flash4_torch.errors import DoubleBackwardError
+from flash4_torch.nn import materialized, prepared
+
+E, H, N, S = 16, 2, 3, 6
+RUN = materialized.run
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared() -> None:
+    prepared.clear()
+    fast_path.clear()
+
+
+def module(dtype: torch.dtype = torch.float32, **more: Any) -> nn.MultiheadAttention:
+    torch.manual_seed(0)
+    return flash4_torch.MultiheadAttention(E, H, dtype=dtype, **more)
+
+
+@st.composite
+def masks(draw: st.DrawFn, dtype: torch.dtype) -> dict[str, Any]:
+    """Masks of one kind, bool or floating, of which some leave rows nothing."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    share, is_bool = draw(st.sampled_from([0.2, 0.6])), draw(st.booleans())
+
+    def mask(*shape: int) -> Tensor:
+        hidden = torch.rand(shape, generator=generator) < share
+        added = torch.randn(shape, generator=generator).masked_fill(hidden, -torch.inf)
+        return hidden if is_bool else added.to(dtype)
+
+    found = {"key_padding_mask": mask(N, S)} if draw(st.booleans()) else {}
+    kind = draw(st.sampled_from(["", "rows", "heads", "causal"]))
+    if kind:
+        found["attn_mask"] = mask(*((N * H, S, S) if kind == "heads" else (S, S)))
+    return found | ({"is_causal": True} if kind == "causal" else {})
+
+
+@given(
+    data=st.data(),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    batch_first=st.booleans(),
+    bias=st.booleans(),
+    dropout=st.sampled_from([0.0, 0.3, 1.0]),
+    average=st.sampled_from([None, True, False]),
+    of=st.sampled_from(["both", "out", "weights"]),
+    few=st.sampled_from([0, 1 << 13]),
+)
+@settings(max_examples=examples(40, 200))
+def test_a_step_is_that_of_the_operators(
+    data: st.DataObject,
+    dtype: torch.dtype,
+    batch_first: bool,
+    bias: bool,
+    dropout: float,
+    average: bool | None,
+    of: str,
+    few: int,
+) -> None:
+    given_masks = data.draw(masks(dtype))
+    flags = {"need_weights": average is not None, "average_attn_weights": bool(average)}
+    exact = module(torch.float64, batch_first=batch_first, bias=bias, dropout=dropout)
+    x = torch.randn((N, S, E) if batch_first else (S, N, E), generator=torch.Generator().manual_seed(1))
+
+    def step(dtype: torch.dtype) -> list[Tensor]:
+        attention, y = module(dtype, batch_first=batch_first, bias=bias, dropout=dropout), x.to(dtype)
+        attention.load_state_dict(exact.state_dict())
+        y.requires_grad_()
+        own = {
+            name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for name, x in given_masks.items()
+        }
+        torch.manual_seed(2)
+        out, weights = attention(y, y, y, **own, **flags)
+        made = [x for x in (out, weights) if x is not None]
+        chosen = made if of == "both" or weights is None else [out] if of == "out" else [weights]
+        ramps = [torch.linspace(-1, 1, a.numel()).view(a.shape).to(dtype) for a in chosen]
+        inputs = (y, *attention.parameters())
+        grads = torch.autograd.grad(chosen, inputs, ramps, allow_unused=True, materialize_grads=True)
+        return [*made, *grads]
+
+    with (
+        mock.patch.object(materialized, "_FEW", few),
+        mock.patch.object(materialized, "run", side_effect=RUN) as run,
+    ):
+        prepared.clear()
+        actual = step(dtype)
+        native = materialized.products_dtype(dtype) == dtype
+        held = average is not None or dropout > 0.0
+        assert run.called == ((held or (few > 0 and dtype.itemsize == 2)) and (few > 0 or native))
+    with testing.backends_used():
+        expected, peer = step(torch.float64), step(dtype)
+    for a, e, p in zip(actual, expected, peer, strict=True):
+        assert a.shape == p.shape and a.dtype == p.dtype and a.stride() == p.stride()
+        testing.assert_close_as_peer(a, e, p)
+
+
+def a_step(**more: Any) -> tuple[Tensor, Tensor, Tensor]:
+    attention = module(batch_first=True, **more)
+    x = torch.randn(N, S, E, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    torch.manual_seed(2)
+    with mock.patch.object(materialized, "run", side_effect=RUN) as run:
+        out, weights = attention(x, x, x)
+        assert run.called
+    return x, out, weights
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_of_a_batch_are_those_of_each(create_graph: bool, dropout: float) -> None:
+    x, out, weights = a_step(dropout=dropout)
+    douts, dweights = torch.randn(4, *out.shape), torch.randn(4, *weights.shape)
+    more = {"retain_graph": True, "create_graph": create_graph}
+    (batch,) = torch.autograd.grad((out, weights), x, (douts, dweights), is_grads_batched=True, **more)
+    for i in range(4):
+        (one,) = torch.autograd.grad((out, weights), x, (douts[i], dweights[i]), **more)
+        torch.testing.assert_close(batch[i], one)
+
+
+def test_second_derivatives_are_refused() -> None:
+    x, out, weights = a_step()
+    for made in (out, weights):
+        (dx,) = torch.autograd.grad(made.square().sum(), x, create_graph=True)
+        with pytest.raises(DoubleBackwardError):
+            torch.autograd.grad(dx.sum(), x)
+
+
+def test_a_graph_may_be_used_twice() -> None:
+    x, out, weights = a_step(dropout=0.3)
+    first, second = (
+        torch.autograd.grad(out.sum() + weights.square().sum(), x, retain_graph=True)[0] for _ in range(2)
+    )
+    assert torch.equal(first, second)
+
+
+def test_seeds_and_checkpoints_repeat_its_masks() -> None:
+    attention, x = module(batch_first=True, dropout=0.4), torch.randn(N, S, E).requires_grad_()
+
+    def grads(step: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        out, weights = step(x)
+        return [out, weights, *torch.autograd.grad(out.sum() + weights.square().sum(), x)]
+
+    plain = lambda x: attention(x, x, x)  # noqa: E731
+    first, again = grads(plain), grads(plain)
+    assert all(map(torch.equal, first, again))
+    checkpointed = grads(lambda x: torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False))
+    for a, b in zip(first, checkpointed, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_it_saves_no_more_than_stock() -> None:
+    """Bytes that autograd's graph keeps, parameters and inputs aside."""
+    for dtype, dropout in (
+        (torch.float32, 0.0),
+        (torch.float32, 0.2),
+        (torch.bfloat16, 0.0),
+        (torch.bfloat16, 0.2),
+    ):
+        stock = nn.MultiheadAttention(32, 2, dropout=dropout, batch_first=True, dtype=dtype)
+        ours = flash4_torch.MultiheadAttention.from_torch(stock)
+        x = torch.randn(2, 128, 32, dtype=dtype, requires_grad=True)
+        known = {p.untyped_storage().data_ptr() for p in (x, *stock.parameters())}
+        sizes = []
+        for attention in (stock, ours):
+            out, _ = attention(x, x, x)
+            sizes.append(sum(_storages(out, known).values()))
+        assert sizes[1] <= sizes[0]
+
+
+def _storages(out: Tensor, known: set[int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    waiting, seen = [out.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        saved = list(getattr(node, "saved_tensors", ()))
+        saved += [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        for x in saved:
+            if isinstance(x, Tensor) and (at := x.untyped_storage().data_ptr()) not in known:
+                found[at] = x.untyped_storage().nbytes()
+        waiting += [next_node for next_node, _ in node.next_functions]
+    return found
