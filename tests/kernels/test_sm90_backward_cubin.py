@@ -97,7 +97,9 @@ def main_kernels() -> list[Key]:
 def common() -> list[Key]:
     """What most calls ask for: long sequences, causal and full."""
     found = [Features("bfloat16", D, D, right=causal) for D in (64, 128) for causal in (True, False)]
-    return [Key(SM90A.backward, (features, configs.backward(features, 8192)), SM90A.arch) for features in found]
+    return [
+        Key(SM90A.backward, (features, configs.backward(features, 8192)), SM90A.arch) for features in found
+    ]
 
 
 def kernels_of_rows() -> list[Key]:

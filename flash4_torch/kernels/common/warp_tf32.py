@@ -55,6 +55,9 @@ class Method(NamedTuple):
     """Whether a product is three, as exact as float32."""
     steady: bool
     """Whether the warp meets at every step, which keeps ptxas from reading so far ahead that it spills."""
+    chunks_apart: bool = False
+    """Whether every second chunk of O is in a branch, so that not all sums live at once (ptxas.md, P31).
+    On an H200 that costs 6 to 20 % of a forward."""
 
 
 class Split(NamedTuple):
@@ -298,13 +301,10 @@ def accumulate(
     keys = cute.size(own_v.stage, mode=[0])
     skipped = own_v.first // CHUNK * (keys * _ROW)
     at = tuple(vector_address(own_v.stage, 2 * (lane % LANES) + e, lane // LANES) + skipped for e in range(2))
-    chunks = cute.size(O[0]) // (ROWS * CHUNK // 32)
-    is_split = method.exact and isinstance(P[0], InRegisters) and chunks * CHUNK > _UNROLLED
     # True, but ptxas does not know that.
-    is_lane = cute.arch.shuffle_sync(lane, lane) >= 0 if is_split else True
-    for chunk in cutlass.range_constexpr(chunks):
-        if cutlass.const_expr(is_split and chunk % 2 == 1):
-            # The branch ends ptxas's basic blocks: otherwise all chunks' sums live at once (ptxas.md, P31).
+    is_lane = cute.arch.shuffle_sync(lane, lane) >= 0 if method.chunks_apart else True
+    for chunk in cutlass.range_constexpr(cute.size(O[0]) // (ROWS * CHUNK // 32)):
+        if cutlass.const_expr(method.chunks_apart and chunk % 2 == 1):
             if is_lane:
                 _accumulate_chunk(O, factors, P, at, chunk, keys, method)
         else:
