@@ -242,6 +242,8 @@ def _own_has_registers(features: Features, config: Sm80Backward) -> bool:
     f = features
     has_band = f.left or f.right
     bare = not (f.varlen or f.deterministic or f.dropout_of_part) and (has_band or not config.ragged_k)
+    if f.dropout and config.copies_after_scores and not has_band and {tile_dim(f.D), tile_dim(f.Dv)} == {112}:
+        return False  # 2 spills for sm_80
     return not f.mask and (not f.dropout or bare)
 
 
