@@ -106,6 +106,18 @@ def subjects() -> Iterator[Subject]:
     yield by_mma_sync("backward", Sm80Backward(8, 1, 64, 2), 64, "bfloat16", right=True)
     ordered = Sm80Backward(8, 2, 64, 1)
     yield by_mma_sync("backward", ordered, 128, "bfloat16", right=True, deterministic=True)
+    overlapping = Sm80Backward(
+        8, 2, 64, 2, key_mmas=2, own_in_regs=True, copies_after_scores=True, dq_row_mmas=2
+    )
+    for D, uses in (
+        (128, {}),
+        (96, {"right": True}),
+        (96, {"dropout": True}),
+        (128, {"right": True, "dropout": True}),
+        (96, {"right": True, "deterministic": True}),
+    ):
+        # Tiles have six blocks of queries, four and two.
+        yield by_mma_sync("backward", overlapping, D, "bfloat16", **uses)
     yield weights("sm_80")
     yield weights("sm_80", "float32")
     for arch in OURS:
@@ -165,8 +177,11 @@ def by_mma_sync(name: str, config: Sm80Forward | Sm80Backward, D: int, dtype: st
     """Our kernel for sm_80, whose CTAs work on one tile: of many blocks, of two, and of one."""
     kernel: Kernel = (Features(dtype, D, D, **uses), config)
     sizes = (150, 330), (40, 130), (70, 20)
-    calls = [drawn(kernel, Hk=1, lengths=((Sq,), (Sk,))) for Sq, Sk in sizes]
+    p = 0.3 if uses.get("dropout") else 0.0
+    calls = [drawn(kernel, Hk=1, lengths=((Sq,), (Sk,)), p=p) for Sq, Sk in sizes]
+    overlaps = isinstance(config, Sm80Backward) and config.copies_after_scores
     words = [f"D={D}", *([dtype] if dtype == "float32" else []), *uses]
+    words += ["blocks overlap"] if overlaps else []
     shape = f"B=1 Hk=1, Sq x Sk: {' and '.join(f'{Sq} x {Sk}' for Sq, Sk in sizes)}"
     return attending(f"{name}, {', '.join(words)}", "sm_80", shape, kernel, calls)
 

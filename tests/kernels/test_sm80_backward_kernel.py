@@ -172,6 +172,29 @@ def test_values(name: str, data: st.DataObject) -> None:
     gradients_are_right(STATICS[name], data)
 
 
+# CI compiles the first one anyway.
+@pytest.mark.parametrize(
+    "name",
+    one_of(
+        3,
+        [
+            "own in registers, dropout, copies after S",
+            "own in registers, copies after S",
+            "own in registers, in order, copies after S",
+        ],
+    ),
+)
+def test_blocks_of_a_tile_overlap(name: str) -> None:
+    """Tiles of six blocks have right gradients, though a warp may begin a block before others have used the
+    one before: a single block, which `test_values` may draw, would need none of what orders them.
+    """
+    kernel = STATICS[name]
+    p = 0.3 if kernel[0].dropout else 0.0
+    call = drawn(kernel, lengths=((150,), (200,)), left=200, right=60, p=p)
+    for schedule in ("late", "fuzz"):
+        check_gradients(kernel, call, run_backward(kernel, call, schedule=schedule))
+
+
 @pytest.mark.parametrize("name", ["in order, causal", "in order, packed"])
 def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
