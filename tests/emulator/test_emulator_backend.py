@@ -60,7 +60,7 @@ def gradients(results, inputs):
         ],
     ),
 )
-@settings(max_examples=examples(1, 4))
+@settings(max_examples=examples(2, 4))
 @given(B=st.integers(1, 2), Sq=st.integers(1, 80), Sk=st.integers(1, 80), heads=st.sampled_from(HEADS))
 def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
     inputs = tensors(dtype, B, Sq, Sk, *heads, D, Dv)
@@ -314,7 +314,7 @@ def test_a_shift_of_all_scores_moves_only_lse(arch, shift, causal):
 
 
 @pytest.mark.parametrize("arch", EACH)
-@settings(max_examples=examples(1, 4))
+@settings(max_examples=examples(2, 4))
 @given(
     q_lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),
     k_lengths=st.lists(st.integers(0, 140), min_size=4, max_size=4),

@@ -166,7 +166,7 @@ FEW = few(STATICS, *ALWAYS)
 
 @pytest.mark.parametrize("name", FEW)
 # No shrinking: a launch is slow, and its error says what is wrong.
-@settings(max_examples=examples(1, 5), phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(2, 5), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
     gradients_are_right(STATICS[name], data)

@@ -145,7 +145,7 @@ def test_sums_have_an_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", one_of(7, list(ALONE)))
-@settings(max_examples=examples(1, 5), phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(2, 5), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_one_launch_has_the_bits_of_two(name: str, data: st.DataObject) -> None:
     one_launch_has_the_bits_of_two(ALONE[name], data)

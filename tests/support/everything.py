@@ -17,5 +17,5 @@ def one_of(number: int, cases: Sequence[Case]) -> list[Case]:
 
 
 def examples(few: int, all_of_them: int) -> int:
-    """The number of examples that hypothesis generates."""
+    """How many examples hypothesis generates. The first one is the simplest, often one number of each."""
     return all_of_them if EVERYTHING else few
