@@ -77,9 +77,8 @@ def forward(
         scores = scores + added
     if sinks is not None:
         scores = torch.cat([scores, decomposition.column(sinks, scores)], -1)
-    # The safe one gives 0 to rows that see nothing, and so are their gradients.
-    softmax = torch.softmax if added is None else torch.ops.aten._safe_softmax.default
-    weights = softmax(scores, -1)
+    # Dropout's factor is applied before the weights are rounded.
+    weights, lse = _softmax(scores, q.dtype if rng_state is None else scores.dtype)
     if sinks is not None:
         weights = weights[..., :-1]
     if rng_state is not None:
@@ -87,7 +86,7 @@ def forward(
         weights = torch.where(kept, weights * dropout.scale(options.dropout_p), 0.0)
     weights = weights.to(q.dtype)
     out = weights @ decomposition.heads_first(v, q)
-    return out.transpose(1, 2).contiguous(), _lse(scores), weights.mean(1) if average_heads else weights
+    return out.transpose(1, 2).contiguous(), lse, weights.mean(1) if average_heads else weights
 
 
 def _added(attn_mask: Tensor | None, band: Band, scores: Tensor) -> Tensor | None:
@@ -102,7 +101,18 @@ def _added(attn_mask: Tensor | None, band: Band, scores: Tensor) -> Tensor | Non
         seen = inside if seen is None else seen & inside
     if seen is None:
         return added
-    return torch.where(seen, scores.new_zeros(()) if added is None else added, -torch.inf)
+    added = torch.where(seen, scores.new_zeros(()) if added is None else added, -torch.inf)
+    # A strided view is of memory: on a CPU, the loops over all scores would convert bool for each of them.
+    return added.as_strided(added.shape, added.stride()) if added.device.type == "cpu" else added
+
+
+def _softmax(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weights in `dtype`, 0 in rows of only -inf, and lse."""
+    # Below an operator's dispatch, torch.func knows no autograd.Function.
+    if torch._C._are_functorch_transforms_active():
+        return torch._safe_softmax(scores, -1).to(dtype), _lse(scores)
+    found: tuple[Tensor, Tensor] = _Softmax.apply(scores, dtype)
+    return found
 
 
 def _lse(scores: Tensor) -> Tensor:
@@ -110,6 +120,35 @@ def _lse(scores: Tensor) -> Tensor:
     is_alone = (scores == -torch.inf).all(-1)
     lse = torch.logsumexp(scores.masked_fill(is_alone[..., None], 0.0), -1)
     return lse.masked_fill(is_alone, -torch.inf)
+
+
+class _Softmax(torch.autograd.Function):
+    """(weights, lse) of scores; neither has a gradient in rows that see nothing.
+
+    The backward takes the weights as they are returned, so that a graph saves them once. That of torch's own
+    softmax takes what was not rounded yet, which the graph would compute again, masks included.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        weights, lse, _ = decomposition.softmax(scores, None)
+        weights = weights.to(dtype)
+        ctx.save_for_backward(weights)
+        ctx.dtype = scores.dtype
+        ctx.set_materialize_grads(False)
+        return weights, lse
+
+    @staticmethod
+    def backward(ctx: Any, dweights: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, None]:
+        weights: Tensor = ctx.saved_tensors[0].to(ctx.dtype)
+        ds = None
+        if dweights is not None:
+            ds = weights * dweights.to(ctx.dtype)
+            ds = ds - weights * ds.sum(-1, keepdim=True)
+        if dlse is not None:
+            of_lse = weights * dlse[..., None]
+            ds = of_lse if ds is None else ds + of_lse
+        return ds, None
 
 
 def serves_backward(q: Tensor, k: Tensor, softcap: float) -> bool:

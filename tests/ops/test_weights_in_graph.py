@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -152,6 +154,32 @@ def operators(module: Callable[..., Any], uses: str, **options: Any) -> tuple[li
 @pytest.mark.parametrize("uses", USES)
 def test_a_graph_for_the_cpu_calls_nothing_of_ours(uses: str) -> None:
     assert operators(MultiheadAttention(8, 2, batch_first=True), uses) == ([], [])
+
+
+@pytest.mark.parametrize("mask", ["padding", "causal"])
+def test_the_backward_computes_no_weights_again(mask: str) -> None:
+    """It takes the rounded ones, and no mask, in graphs that are divided as Inductor divides them."""
+    graphs: list[GraphModule] = []
+
+    def collect(graph: GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=collect,
+        bw_compiler=collect,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    module = MultiheadAttention(8, 2, batch_first=True, dtype=torch.bfloat16)
+    x = torch.randn(3, 5, 8, dtype=torch.bfloat16)
+    step_of(compiled(module, backend=backend), module, x.requires_grad_(), mask, True)
+    computed, again = ([node.target for node in graph.graph.nodes] for graph in graphs)
+    exp = torch.ops.aten.exp.default
+    assert exp in computed and exp not in again
+    assert torch.bool not in [
+        node.meta["val"].dtype for node in graphs[1].graph.nodes if node.op == "placeholder"
+    ]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -302,6 +330,18 @@ def test_vmap_in_a_graph(like_a_gpu: None) -> None:
     mapped = torch.vmap(plain)
     arguments = tuple(torch.stack([x, x.cos()]).detach().requires_grad_() for x in qkv())
     assert_equal_steps(compiled(mapped, backend="aot_eager"), mapped, arguments)
+
+
+def test_torch_func_in_a_graph() -> None:
+    """Gradients that a graph takes by itself are those outside of it."""
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse, weights = plain(q, k, v)
+        return out.square().sum() + lse.sum() + weights.square().sum()
+
+    gradient = torch.func.grad(loss, argnums=(0, 1, 2))
+    inputs = [x.detach() for x in qkv()]
+    torch.testing.assert_close(compiled(gradient, backend="aot_eager")(*inputs), gradient(*inputs))
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="test_compile.py has a case of this law")
