@@ -78,7 +78,7 @@ def forward(
     if sinks is not None:
         scores = torch.cat([scores, decomposition.column(sinks, scores)], -1)
     # Dropout's factor is applied before the weights are rounded.
-    weights, lse = _softmax(scores, q.dtype if rng_state is None else scores.dtype)
+    weights, lse = _softmax(scores, q.dtype if rng_state is None else scores.dtype, added is not None)
     if sinks is not None:
         weights = weights[..., :-1]
     if rng_state is not None:
@@ -106,13 +106,15 @@ def _added(attn_mask: Tensor | None, band: Band, scores: Tensor) -> Tensor | Non
     return added.as_strided(added.shape, added.stride()) if added.device.type == "cpu" else added
 
 
-def _softmax(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _softmax(scores: Tensor, dtype: torch.dtype, may_see_nothing: bool) -> tuple[Tensor, Tensor]:
     """Weights in `dtype`, 0 in rows of only -inf, and lse."""
-    # Below an operator's dispatch, torch.func knows no autograd.Function.
-    if torch._C._are_functorch_transforms_active():
-        return torch._safe_softmax(scores, -1).to(dtype), _lse(scores)
-    found: tuple[Tensor, Tensor] = _Softmax.apply(scores, dtype)
-    return found
+    # Below an operator's dispatch, torch.func knows no autograd.Function. Graphs of a GPU were timed without.
+    if scores.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
+        found: tuple[Tensor, Tensor] = _Softmax.apply(scores, dtype)
+        return found
+    # The safe one gives 0 to rows that see nothing, and so are their gradients.
+    softmax = torch.ops.aten._safe_softmax.default if may_see_nothing else torch.softmax
+    return softmax(scores, -1).to(dtype), _lse(scores)
 
 
 def _lse(scores: Tensor) -> Tensor:
