@@ -75,6 +75,8 @@ TIGHT = (
     (Features("bfloat16", 96, 96, softcap=True, mods=FUNCTIONS[4])._replace(**DROPOUT, **WINDOW), "sm_120a"),
 )
 """Features of kernels that spill without dQ's halves, with rounded weights, and with two warps to 16 keys."""
+WHOLE = Features("bfloat16", 112, 112, dropout=True)
+"""Features of a kernel that spills for sm_80 if blocks overlap and Sk fills its tiles."""
 
 
 def reachable(table: sm80_backward.Table) -> Iterator[Kernel]:
@@ -110,6 +112,7 @@ def keys() -> list[Key]:
     """All kernels that are compiled."""
     found = [key for arch in TABLES for key in one_of(112, everything(arch))] + one_of(16, parts())
     tight = [Key(ENTRY, (features, SMALL.config(features)), arch) for features, arch in TIGHT]
+    tight.append(Key(ENTRY, (WHOLE, LARGE.config(WHOLE, ragged_k=False)), "sm_80"))
     return list(dict.fromkeys([*found, *tight]))
 
 

@@ -49,7 +49,9 @@ FULL = tuple(
 )
 """Kernels of the row whose accumulators take the most registers."""
 EXACT = Features("float32", 128, 128, right=True)
-"""Three products, 128 columns: sm_120a spills O without branches around some of its chunks."""
+PACKED = EXACT._replace(right=False, varlen=True)
+"""Three products, 128 columns: O spills without branches around some of its chunks, for sm_120a, and for
+sm_80 next to packed sequences."""
 SPILLS = Features("bfloat16", 128, 128, mask="float32", scaled=True), Sm80Forward(4, 2, 64, 1)
 
 
@@ -76,6 +78,7 @@ def keys() -> list[Key]:
     found = [key for arch in TABLES for key in one_of(151, everything(arch))]
     full = [Key(ENTRY, kernel, arch) for kernel in FULL for arch in ("sm_80", "sm_90a")]
     full.append(Key(ENTRY, (EXACT, sm80.SMALL.forward(EXACT, 4096, 4095)), "sm_120a"))
+    full.append(Key(ENTRY, (PACKED, sm80.LARGE.forward(PACKED, 4096, 4095)), "sm_80"))
     return list(dict.fromkeys([*found, *full, Key(ENTRY, SPILLS, "sm_80")]))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -13,17 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import flash4_torch
-from flash4_torch import fast_path, testing
-from flash4_torch.nn import fused, prepared
+from flash4_torch import testing
+from flash4_torch.nn import fused
 
 N, S, E, H = 3, 6, 16, 2
 CALL = torch._native_multi_head_attention
-
-
-@pytest.fixture(autouse=True)
-def nothing_prepared() -> None:
-    prepared.clear()
-    fast_path.clear()
 
 
 def module(dtype: torch.dtype = torch.float32, **more: Any) -> nn.MultiheadAttention:

@@ -13,18 +13,12 @@ from torch import Tensor, nn
 
 import flash4_torch
 from everything import examples
-from flash4_torch import fast_path, testing
+from flash4_torch import testing
 from flash4_torch.errors import DoubleBackwardError
 from flash4_torch.nn import materialized, prepared
 
 E, H, N, S = 16, 2, 3, 6
 RUN = materialized.run
-
-
-@pytest.fixture(autouse=True)
-def nothing_prepared() -> None:
-    prepared.clear()
-    fast_path.clear()
 
 
 def module(dtype: torch.dtype = torch.float32, **more: Any) -> nn.MultiheadAttention:

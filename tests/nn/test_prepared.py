@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash4_torch
 from everything import examples
-from flash4_torch import fast_path, testing
+from flash4_torch import testing
 from flash4_torch.errors import DoubleBackwardError
 from flash4_torch.nn import prepared
 from flash4_torch.nn.contract import Call
@@ -34,12 +34,6 @@ def module(
 def an_input(batch_first: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
     torch.manual_seed(1)
     return torch.randn((N, S, E) if batch_first else (S, N, E)).to(dtype)
-
-
-@pytest.fixture(autouse=True)
-def nothing_prepared() -> None:
-    prepared.clear()
-    fast_path.clear()
 
 
 @st.composite

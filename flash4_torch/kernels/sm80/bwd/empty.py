@@ -4,7 +4,7 @@ A warp waits for it after a block's S, before it copies the next block and store
 the beginning of a block would let no warp begin S before the last one has added its dQ. Copies come before
 the barrier that says that dS of the block before is written.
 
-`mbarrier.try_wait` begins with sm_90.
+Warps ask again and again, since `mbarrier.try_wait`, which suspends them, begins with sm_90.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ that sees one of these keys. Keys are the rows of S^T, dP^T, dK and dV: each war
     epilogue  dK and dV through the memory of K and V
 
 The copies of a block are one cp.async group. A barrier of the CTA says that a block has come, and that dS of
-the block before has been used; another one that dS is written. The first one may be an mbarrier, for which
-warps wait after S: see `empty`. If several warps share keys, they read P and
-dS from SMEM for dV and dK, too, behind this barrier: all of it, or the other warps'. Columns are shared such
-that every warp has some of each chunk: see `warp_mma.Share`.
+the block before has been used; another one that dS is written. Where blocks overlap, an mbarrier stands in
+for the first one: see `empty`. If several warps share keys, they read P and dS from SMEM for dV and dK, too,
+behind the barrier of dS: all of it, or the other warps'. Columns are shared such that every warp has some of
+each chunk: see `warp_mma.Share`.
 """
 
 from __future__ import annotations
