@@ -141,6 +141,8 @@ class Table(NamedTuple):
     float32: tuple[Row, ...]
     shared_memory: int
     """Bytes that a CTA may have."""
+    keeps_chunks_apart: bool = True
+    """Whether kernels of three products that spill otherwise have `chunks_apart`."""
 
     def forward(
         self,
@@ -154,7 +156,7 @@ class Table(NamedTuple):
         """The config of a call: see `configs.sm90.forward`."""
         config = self.row(features, Sq, Sk, group, seen).config
         ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
-        return config._replace(ragged_k=ragged_k, pack_gqa=best_pack(features, config.rows, Sq, group))
+        return self._completed(features, config, ragged_k, best_pack(features, config.rows, Sq, group))
 
     def row(self, features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None = None) -> Row:
         """The row that serves a call: see `forward`."""
@@ -183,12 +185,21 @@ class Table(NamedTuple):
         """
         ragged = [False, True] if features.right or not features.varlen else [True]
         found = {
-            row.config._replace(ragged_k=ragged_k, pack_gqa=pack_gqa): None
+            self._completed(features, row.config, ragged_k, pack_gqa): None
             for row in self._rows_until_one_admits_all(features)
             for ragged_k in ragged
             for pack_gqa in possible_packs(features, group)
         }
         return tuple(found)
+
+    def _completed(
+        self, features: Features, config: Sm80Forward, ragged_k: bool, pack_gqa: int
+    ) -> Sm80Forward:
+        f, config = features, config._replace(ragged_k=ragged_k, pack_gqa=pack_gqa)
+        # Others have eight warps: for sm_80 none spills.
+        may_spill = config.warps < 8 or pack_gqa > 1 or (f.varlen and not (f.left or f.right))
+        apart = f.is_exact and config.column_warps == 1 and tile_dim(f.Dv) > 64 and may_spill
+        return config._replace(chunks_apart=apart and self.keeps_chunks_apart)
 
     def fits(self, features: Features, config: Sm80Forward) -> bool:
         """Whether the GPU has room for it, in shared memory and in registers."""
@@ -204,6 +215,8 @@ class Table(NamedTuple):
 
 LARGE = Table(_LARGE, _FLOAT32_LARGE, LARGE_BYTES)
 SMALL = Table(_SMALL, _FLOAT32_SMALL, SMALL_BYTES)
+ON_REQUEST = LARGE._replace(keeps_chunks_apart=False)
+"""The table of GPUs with kernels of their own: on an H200 branches cost 6 to 20 % of a forward."""
 
 
 def has_registers(features: Features, config: Sm80Forward) -> bool:

@@ -182,6 +182,9 @@ class Sm80Forward(NamedTuple):
     column_warps: int = 1
     """Warps that share rows: each computes the scores of some keys of a block, and some columns of O. If
     there are several, P goes through SMEM, and `row_mmas` is 1."""
+    chunks_apart: bool = False
+    """Whether three products add every second chunk of O's columns in a branch, so that not all sums live at
+    once (ptxas.md, P31)."""
 
     @property
     def cluster(self) -> int:

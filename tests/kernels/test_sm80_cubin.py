@@ -21,7 +21,7 @@ TABLES = {
     "sm_80": sm80.LARGE,
     "sm_86": sm80.SMALL,
     "sm_89": sm80.SMALL,
-    "sm_90a": sm80.LARGE,
+    "sm_90a": sm80.ON_REQUEST,
     "sm_120a": sm80.SMALL,
 }
 """The table of each architecture; sm_87, sm_121a and, on request, sm_100a have others'."""

@@ -69,11 +69,8 @@ class Plan(ForwardPlan):
 
     @property
     def tf32_method(self) -> warp_tf32.Method:
-        f, config, is_exact = self.features, self.config, self.features.is_exact
-        # Other kernels have eight warps: they do not spill for sm_80, and for sm_90a 2 to 13 times.
-        may_spill = config.warps < 8 or config.pack_gqa > 1 or (f.varlen and not (f.left or f.right))
-        apart = is_exact and config.column_warps == 1 and self.Dv > 64 and may_spill
-        return warp_tf32.Method(is_exact, steady=is_exact, chunks_apart=apart)
+        is_exact = self.features.is_exact
+        return warp_tf32.Method(is_exact, steady=is_exact, chunks_apart=self.config.chunks_apart)
 
     @property
     def counts_blocks(self) -> bool:
