@@ -54,9 +54,9 @@ NAMES: Container[object] = os.environ._data  # type: ignore[attr-defined]
 BACKEND = Variable(
     "FLASH4_BACKEND",
     "",
-    "Force one backend (cpu, sm90, sm100, sdpa, sm80, efficient, tiled, emulator); a call it cannot serve "
+    "Force one backend (cpu, sm90, sm100, sm80, sdpa, efficient, tiled, emulator); a call it cannot serve "
     "raises instead of going elsewhere. Empty: the first in order of priority that can serve.",
-    choices=("cpu", "sm90", "sm100", "sdpa", "sm80", "efficient", "tiled", "emulator"),
+    choices=("cpu", "sm90", "sm100", "sm80", "sdpa", "efficient", "tiled", "emulator"),
 )
 LOG = Variable(
     "FLASH4_LOG",

@@ -34,9 +34,9 @@ PRIORITY: tuple[Backend, ...] = (
     Cpu(),
     Compiled("sm90", SM90A),
     Compiled("sm100", SM100A, SM103A),
-    # Flash attention in torch is the older, and sm80 has not been timed against it.
-    Sdpa(),
+    # Above torch's flash attention: at 1.00 to 1.29 times its speed on an H200, in all cells timed.
     Compiled("sm80", *SM80_FAMILY, on_request=SM80_ON_REQUEST, unasked=_only_sm80),
+    Sdpa(),
     Efficient(),
     Tiled(),
     Emulator(),
