@@ -286,12 +286,17 @@ def _has_finite_scores(inputs: Inputs, problem: Problem) -> bool:
     return product < largest and product * problem.scale < largest
 
 
-def sees_nothing(mask: Tensor, causal: bool, Sq: int) -> Tensor:
-    """Rows for which the mask, and causal if set, leave no key: bool, broadcastable to (B, Hq, Sq)."""
+def sees_nothing(mask: Tensor, causal: bool, Sq: int, diagonal: int = 0) -> Tensor:
+    """Rows for which the mask, and causal if set, leave no key: bool, broadcastable to (B, Hq, Sq).
+
+    Causal hides keys after i + diagonal of row i.
+    """
     visible = mask if mask.dtype == torch.bool else mask != -torch.inf
     nothing = ~visible.any(-1)
     if causal:
-        nothing = nothing | (visible.byte().argmax(-1) > torch.arange(Sq, device=mask.device))
+        nothing = nothing | (
+            visible.byte().argmax(-1) > torch.arange(diagonal, diagonal + Sq, device=mask.device)
+        )
     return nothing
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved
 from ..reference import sinks
-from .base import CallsTorch, Grads, Results, WithoutWeights
+from . import batches
+from .base import SEQUENCE_FIRST, BackwardLaunch, CallsTorch, Grads, Order, Results, WithoutWeights
 from .cpu import beyond_plain
 from .efficient import aligned
 from .tiled import sinks_gradient
@@ -21,6 +22,11 @@ _backward = torch.ops.aten._flash_attention_backward.default
 _DTYPES = (torch.float16, torch.bfloat16)
 _MAX_D, _STEP = 256, 8
 """The widest heads, and what widths are multiples of."""
+_ANY_WIDTH = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities of GPUs with shared memory for a backward of every width."""
+_GAP = (192, 232)
+"""Heads wider than the first number become at least as wide as the second on other GPUs, where torch does not
+train widths up to 224."""
 
 
 class Sdpa(CallsTorch, WithoutWeights):
@@ -28,6 +34,9 @@ class Sdpa(CallsTorch, WithoutWeights):
     that packed sequences, windows and grouped heads are served, too.
 
     Heads become zero-padded to one width. A row that attends to nothing gives 0, but its lse is +inf there.
+
+    Its backward repeats the order of sums only where torch's switch asks for that, which is the process's, so
+    that no call may turn it for itself: other threads would see it.
     """
 
     name = "sdpa"
@@ -47,15 +56,20 @@ class Sdpa(CallsTorch, WithoutWeights):
             why.append(f"the dtype is {spec.dtype}, and it serves float16 and bfloat16")
         if max(spec.D, spec.Dv) > _MAX_D:
             why.append(f"D is {spec.D} and Dv is {spec.Dv}, and it serves up to {_MAX_D}")
-        if spec.deterministic and spec.backward:
-            why.append("its backward is not deterministic")
+        if spec.deterministic and spec.backward and not _repeats():
+            why.append("its backward is deterministic under torch.use_deterministic_algorithms(True) only")
         if spec.capability < (8, 0):
             why.append(f"the GPU's compute capability is {spec.capability}, and it needs (8, 0)")
         if 0 in problem.extent:
             why.append("the problem is empty")
+        B, Hq = problem.extent.B if spec.varlen else 0, problem.extent.Hq
+        if max(B, Hq) > batches.MOST:
+            why.append(f"{B} packed sequences or {Hq} heads are more than the {batches.MOST} that it serves")
         return why
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
+        if problem.extent.B > batches.MOST:
+            return batches.forward(inputs, problem, self.forward)
         call, beyond = _Call.of(inputs, problem), _beyond(inputs.q, inputs.cu_seqlens_q)
         q, k, v = (_padded(x, problem) for x in inputs[:3])
         found, lse, *_ = _forward(q, k, v, *call.lengths, 0.0, call.causal, False, **call.options)
@@ -69,6 +83,8 @@ class Sdpa(CallsTorch, WithoutWeights):
         return results if inputs.sinks is None else Results(*sinks.join(*results[:3], inputs.sinks))
 
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
+        if problem.extent.B > batches.MOST:
+            return batches.backward(saved, inputs, problem, self.backward)
         call, spec = _Call.of(inputs, problem), problem.spec
         tensors = saved.dout, *inputs[:3], saved.out
         dout, q, k, v, out = (_padded(x, problem) for x in tensors)
@@ -86,6 +102,12 @@ class Sdpa(CallsTorch, WithoutWeights):
             if beyond is not None:
                 x.masked_fill_(beyond[:, None, None], 0.0)
         return Grads(dq, dk, dv, None, sinks_gradient(saved, inputs))
+
+    def prepare_backward(
+        self, saved: Saved, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST
+    ) -> BackwardLaunch | None:
+        # Torch's switch may have been turned before the next call.
+        return None if problem.spec.deterministic else super().prepare_backward(saved, inputs, problem, order)
 
 
 class _Call(NamedTuple):
@@ -117,6 +139,13 @@ class _Call(NamedTuple):
         return *self.ends, *self.sizes
 
 
+def _repeats() -> bool:
+    """Whether torch's switch makes the backward deterministic; under `warn_only` it does not."""
+    return torch.are_deterministic_algorithms_enabled() and not (
+        torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
 def _bounds(problem: Problem) -> tuple[int | None, int | None]:
     """The band's bounds, without those that hide nothing of any sequence."""
     (left, right), extent = problem.band, problem.extent
@@ -140,7 +169,10 @@ def _beyond(x: Tensor, ends: Tensor | None) -> Tensor | None:
 def _padded(x: Tensor, problem: Problem) -> Tensor:
     """The tensor with columns of zeros up to the width of all; rows begin at multiples of 16 bytes."""
     spec = problem.spec
-    more = -(-max(spec.D, spec.Dv) // _STEP) * _STEP - x.shape[-1]
+    width = -(-max(spec.D, spec.Dv) // _STEP) * _STEP
+    if spec.backward and width > _GAP[0] and spec.capability not in _ANY_WIDTH:
+        width = max(width, _GAP[1])
+    more = width - x.shape[-1]
     if more:
         return F.pad(x, (0, more))
     return aligned(x if x.stride(-1) == 1 else x.contiguous())

@@ -6,6 +6,8 @@ Nothing here needs a GPU: kernels of torch are stood for by what they are known 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,13 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everything import examples
-from flash4_torch import backends, testing
-from flash4_torch.backends import dispatch, efficient, sdpa
+from fallback_calls import BANDS, a_mask, bands, check, deterministic, packed, problem_of, tensors
+from flash4_torch import backends
+from flash4_torch.backends import batches, dispatch, efficient, sdpa
 from flash4_torch.backends.compiled import served
 from flash4_torch.masks import Band
-from flash4_torch.problem import Extent, Inputs, Problem, Saved, Spec, mask_key
-from flash4_torch.reference.attention import attention
-from flash4_torch.reference.scoring import Scoring
+from flash4_torch.problem import Extent, Inputs, Problem, mask_key
 
 MISSING = "nvidia-cutlass-dsl must be installed"
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
@@ -33,31 +34,24 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "missing_packages", lambda exported: ["nvidia-cutlass-dsl"])
 
 
-def problem_of(extent: Extent, dtype: torch.dtype, D: int, Dv: int, band: Band, **more: Any) -> Problem:
-    """A call on a GPU."""
-    group = extent.Hq // extent.Hk
-    fields = {"varlen": False, "softcap": False, "mask": "", "dropout": False, "deterministic": False, **more}
-    bounds = {"left": band.left is not None, "right": band.right is not None}
-    fields = {"capability": (8, 0), **bounds, **fields}
-    spec = Spec(device="cuda", dtype=dtype, D=D, Dv=Dv, group=group, **fields)
-    return Problem(spec, extent, D**-0.5, band, 0.0, 0.1 if spec.dropout else 0.0)
-
-
 @st.composite
 def calls_of_torch(draw: st.DrawFn) -> Problem:
     """Calls that a function of torch serves by a fused kernel: scaled_dot_product_attention, of dense tensors
     and of nested ones, with masks and causal_lower_right; varlen_attn with windows."""
     dtype = draw(st.sampled_from([*HALF, torch.float32]))
     B, Sq, Sk, Hk, group, D = (draw(st.integers(1, n)) for n in (4, 300, 300, 4, 4, 256))
+    if draw(st.integers(0, 4)) == 0:
+        D = draw(st.sampled_from([257, 320, 512]))
     Dv = D if draw(st.booleans()) else draw(st.integers(1, 256))
-    more = {"backward": draw(st.booleans()), "capability": draw(st.sampled_from(CAPABILITIES))}
+    more = {name: draw(st.booleans()) for name in ("backward", "deterministic")}
+    more |= {"capability": draw(st.sampled_from(CAPABILITIES))}
     kind = draw(st.sampled_from(["plain", "top left", "bottom right", "mask", "varlen", "window"]))
     band = Band()
     if kind == "top left":
         band = Band(None, Sq - Sk)
     elif kind == "bottom right":
-        # Its other fused kernel is flash attention.
-        dtype, Dv, band = draw(st.sampled_from(HALF)), D, Band(None, 0)
+        # It promises nothing of rows that see no key.
+        Sq, band = min(Sq, Sk), Band(None, 0)
     elif kind == "mask":
         name = draw(st.sampled_from(["bool", str(dtype).removeprefix("torch.")]))
         shape = "".join(draw(st.sampled_from("1.")) for _ in range(4))
@@ -66,8 +60,11 @@ def calls_of_torch(draw: st.DrawFn) -> Problem:
     elif kind == "varlen":
         more, band = more | {"varlen": True}, draw(st.sampled_from([Band(), Band(None, 0)]))
     elif kind == "window":
-        dtype, Dv, more = draw(st.sampled_from(HALF)), D, more | {"varlen": True}
-        band = Band(draw(st.integers(0, 300)), draw(st.integers(0, 300)))
+        dtype, D, more = draw(st.sampled_from(HALF)), min(D, 256), more | {"varlen": True}
+        Dv, band = D, Band(draw(st.integers(0, 300)), draw(st.integers(0, 300)))
+    if kind in ("plain", "top left", "mask") and draw(st.integers(0, 4)) == 0:
+        # Its grids have no more than 65535 batch entries, and it makes parts of more.
+        B = draw(st.sampled_from([65535, 65536, 140000]))
     return problem_of(Extent(B, Sq, Sk, Hk * group, Hk), dtype, D, Dv, band, **more)
 
 
@@ -75,8 +72,35 @@ def calls_of_torch(draw: st.DrawFn) -> Problem:
 @given(problem=calls_of_torch())
 @settings(max_examples=examples(300, 3000))
 def test_no_call_that_torch_fuses_is_left_to_plain_torch(problem: Problem) -> None:
-    assert MISSING in str(backends.reasons(problem))
-    assert backends.choose(problem).name in ("sdpa", "efficient")
+    """torch's own backwards are deterministic where its switch says so."""
+    with deterministic("error" if problem.spec.deterministic else "default"):
+        assert MISSING in str(backends.reasons(problem))
+        assert backends.choose(problem).name in ("sdpa", "efficient")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("backward", [False, True])
+def test_our_kernels_go_before_torchs(capability: tuple[int, int], backward: bool) -> None:
+    extent = Extent(2, 512, 512, 8, 8)
+    for dtype in (*HALF, torch.float32):
+        problem = problem_of(extent, dtype, 64, 64, Band(), capability=capability, backward=backward)
+        assert backends.first(problem).name.startswith("sm")
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize("mode", ["default", "warn", "error"])
+def test_deterministic_gradients_of_flash_attention_need_torchs_switch(mode: str) -> None:
+    """Efficient attention, asked for one split, serves them without it, but not all windows."""
+    extent = Extent(2, 64, 64, 4, 4)
+    with deterministic(mode):
+        for band, otherwise in ((Band(), "efficient"), (Band(9, 0), "efficient"), (Band(9, 5), "tiled")):
+            for backward in (False, True):
+                more = {"deterministic": True, "backward": backward}
+                problem = problem_of(extent, torch.bfloat16, 64, 64, band, **more)
+                expected = "sdpa" if mode == "error" or not backward else otherwise
+                assert backends.choose(problem).name == expected
+    why = sdpa.Sdpa().why_not(problem)
+    assert why == ["its backward is deterministic under torch.use_deterministic_algorithms(True) only"]
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -125,6 +149,8 @@ def flash(
     assert all(x.stride(-1) == 1 for x in (q, k, v)) and dropout_p == 0.0
     right = 0 if is_causal else window_size_right
 
+    assert (len(q) if ends_q is None else len(ends_q) - 1) <= batches.MOST
+
     def one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         assert len(q) <= max_q and len(k) <= max_k
         group = q.shape[1] // k.shape[1]
@@ -167,25 +193,67 @@ def flash_backward(
 
 
 LOG2E = 1.4426950408889634
+CORNERS = {"full": 0, "top left": 1, "bottom right": 2}
+
+
+def seen_by_efficient(Sq: int, Sk: int, corner: int, window: int | None, backward: bool) -> Tensor:
+    """Its masks. A window is the number of keys up to the diagonal; the backward counts from the top left."""
+    i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
+    shift = Sk - Sq if corner == CORNERS["bottom right"] else 0
+    seen = torch.ones(Sq, Sk, dtype=torch.bool)
+    if corner:
+        # It compares unsigned numbers, skips blocks of rows, and leaves their results as they are.
+        assert shift >= 0
+        seen &= j <= i + shift
+    if window is not None:
+        assert corner and window > 0
+        seen &= j > i + (0 if backward else shift) - window
+    assert seen.any(-1).all()
+    return seen
+
+
+def scores_of_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """(B, H, Sq, Sk) in base 2, in float32, before its masks, of (B, S, H, D)."""
+    assert len(q) <= batches.MOST and q.shape[2] == k.shape[2] == v.shape[2] <= batches.MOST
+    for x in (q, k, v):
+        steps = [x.data_ptr(), *(step * x.element_size() for step in x.stride()[:-1])]
+        assert x.stride(-1) == 1 and x.shape[-1] * x.element_size() % 16 == 0
+        assert all(step % 16 == 0 for step in steps)
+    scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) * (scale * LOG2E)
+    if bias is None:
+        return scores
+    assert bias.shape == scores.shape and bias.dtype == q.dtype
+    assert bias.stride(-1) == 1 and bias.stride(-2) % 16 == 0
+    return scores + bias.float() * LOG2E
 
 
 def memory_efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, log: bool, p: float, causal: bool, *, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    ends_q: None,
+    ends_k: None,
+    max_q: None,
+    max_k: None,
+    dropout_p: float,
+    corner: int,
+    log: bool,
+    *,
+    scale: float,
+    window_size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """aten._scaled_dot_product_efficient_attention: float32 scores in base 2, to which biases are added."""
-    assert all(x.shape[-1] * x.element_size() % 16 == 0 and x.shape[1] == q.shape[1] for x in (q, k, v))
-    scores = q.float() @ k.float().transpose(2, 3) * (scale * LOG2E)
-    if bias is not None:
-        assert bias.dtype == q.dtype and bias.stride(-2) % 16 == 0
-        scores = scores + bias.float() * LOG2E
-    if causal:
-        hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
+    """aten._efficient_attention_forward: rows that see nothing have 0 and an lse of 0."""
+    assert dropout_p == 0.0 and log and ends_q is ends_k is max_q is max_k is None
+    scores = scores_of_efficient(q, k, v, bias, scale)
+    hidden = ~seen_by_efficient(q.shape[1], k.shape[1], corner, window_size, backward=False)
+    scores = scores.masked_fill(hidden, -torch.inf)
     nothing = (scores == -torch.inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(nothing, 0.0) / LOG2E, -1).masked_fill(nothing, 0.0)
-    lse = (scores.detach() / LOG2E).logsumexp(-1).masked_fill(nothing[..., 0], 0.0)
+    lse = (scores / LOG2E).logsumexp(-1).masked_fill(nothing[..., 0], 0.0)
     rest = torch.full((*lse.shape[:2], -lse.shape[2] % 32), torch.inf)
-    return (weights @ v.float()).to(q.dtype), torch.cat([lse, rest], -1)
+    out = torch.einsum("bhij,bjhd->bihd", weights, v.float()).to(q.dtype)
+    return out, torch.cat([lse, rest], -1)
 
 
 def memory_efficient_backward(
@@ -195,104 +263,51 @@ def memory_efficient_backward(
     v: Tensor,
     bias: Tensor | None,
     out: Tensor,
+    ends_q: None,
+    ends_k: None,
+    max_q: int,
+    max_k: int,
     lse: Tensor,
-    *rest: Any,
-    **o: Any,
+    dropout_p: float,
+    seed: Tensor,
+    offset: Tensor,
+    corner: int,
+    bias_requires_grad: bool,
+    *,
+    scale: float,
+    num_splits_key: int | None,
+    window_size: int | None,
 ) -> tuple[Tensor | None, ...]:
-    *_, p, wanted, causal = rest
-    with torch.enable_grad():
-        own = [x.detach().requires_grad_() for x in (q, k, v)]
-        if bias is not None:
-            bias = bias.detach().requires_grad_(wanted[3])
-        found, stats = memory_efficient(*own, bias, True, p, causal, **o)
-        Sq = q.shape[2]
-        torch.testing.assert_close(lse[..., :Sq], stats[..., :Sq], rtol=1e-3, atol=1e-3)
-        asked = [*own, *([bias] if wanted[3] and bias is not None else [])]
-        grads = torch.autograd.grad(found, asked, dout)
-    return (*grads, None)[:4]
+    """aten._efficient_attention_backward, from the forward's out and lse."""
+    assert dropout_p == 0.0 and ends_q is ends_k is None and (max_q, max_k) == (q.shape[1], k.shape[1])
+    assert num_splits_key in (1, None) and out.is_contiguous() and dout.shape == out.shape
+    assert lse.is_contiguous() and lse.shape == (len(q), q.shape[2], -(-max_q // 32) * 32)
+    splits.append(num_splits_key)
+    scores = scores_of_efficient(q, k, v, bias, scale)
+    hidden = ~seen_by_efficient(max_q, max_k, corner, window_size, backward=True)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    weights = torch.exp2(scores - lse[..., :max_q, None] * LOG2E)
+    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+    ds = weights * (torch.einsum("bihd,bjhd->bhij", dout.float(), v.float()) - delta[..., None])
+    dq = torch.einsum("bhij,bjhd->bihd", ds, k.float()) * scale
+    dk = torch.einsum("bhij,bihd->bjhd", ds, q.float()) * scale
+    dv = torch.einsum("bhij,bihd->bjhd", weights, dout.float())
+    dbias = ds.to(q.dtype) if bias_requires_grad and bias is not None else None
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dbias
 
 
-def check(backend: Any, inputs: Inputs, problem: Problem, *, dmask: bool = False) -> None:
-    """Results and gradients against the definition, of each sequence."""
-    assert backend.why_not(problem) == []
-    forward = backend.forward(inputs, problem)
-    torch.manual_seed(1)
-    dout = torch.randn_like(forward.out)
-    saved = Saved(dout, None, forward.out, forward.lse, dmask, forward.lse_low)
-    grads = backend.backward(saved, inputs, problem)
-
-    def by_definition(dtype: torch.dtype) -> list[Tensor]:
-        tensors = [x.to(dtype).detach().requires_grad_() for x in inputs[:3]]
-        mask, top = inputs.attn_mask, None
-        if mask is not None and mask.is_floating_point():
-            mask, top = _without_huge_numbers(mask.to(dtype).detach(), problem)
-            mask.requires_grad_(dmask)
-        scoring = Scoring(problem.scale, problem.band, 0.0, mask)
-        if inputs.cu_seqlens_q is None or inputs.cu_seqlens_k is None:
-            out, lse = attention(*tensors, scoring)
-            lse = lse if top is None else lse + top
-        else:
-            out, lse = torch.zeros_like(forward.out, dtype=dtype), torch.full(forward.lse.shape, -torch.inf)
-            ends = zip(inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist(), strict=True)
-            (i, j), *more = ends
-            lse = lse.to(dtype)
-            for i_end, j_end in more:
-                own = [
-                    x[None, a:b] for x, a, b in zip(tensors, (i, j, j), (i_end, j_end, j_end), strict=True)
-                ]
-                found, of_rows = attention(*own, scoring)
-                out[i:i_end], lse[:, i:i_end] = found[0], of_rows[0]
-                i, j = i_end, j_end
-        asked = [*tensors, *([mask] if dmask and mask is not None else [])]
-        grads = list(torch.autograd.grad(out, asked, dout.to(dtype), allow_unused=True))
-        if dmask and inputs.attn_mask is not None:
-            grads[3] = grads[3].sum_to_size(inputs.attn_mask.shape)
-        return [out, lse, *grads]
-
-    exact, peer = by_definition(torch.float64), by_definition(inputs.q.dtype)
-    names = ("out", "lse", "dq", "dk", "dv", "dmask")
-    ours = [forward.out, forward.lse, *grads[:3]]
-    if dmask:
-        ours.append(grads.dmask)
-    eps = torch.finfo(inputs.q.dtype).eps
-    for name, found, truth, plain in zip(names, ours, exact, peer, strict=False):
-        noise = 0.0 if name in ("out", "lse") else 8 * eps * max(truth.abs().max().item(), 1.0)
-        if name == "dmask":
-            # A sum of so many rounded numbers.
-            noise *= (forward.lse.numel() * problem.extent.Sk / truth.numel()) ** 0.5
-        testing.assert_close_as_peer(
-            found.to(plain.dtype), truth.detach().double(), plain, what=name, noise=noise
-        )
+splits: list[int | None] = []
+"""What backwards have been asked for."""
 
 
-def _without_huge_numbers(mask: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """A mask without the largest number of each row that sees but huge ones, and what that changes of lse.
-
-    Sums of these numbers and scores are the numbers, even in float64: the kernel knows better.
-    """
-    Sq, Sk = problem.extent[1:3]
-    mask = mask.expand(*mask.shape[:2], Sq, Sk)
-    seen = problem.band.visible(torch.arange(Sq)[:, None], torch.arange(Sk), Sq, Sk)
-    top = mask.masked_fill(~torch.as_tensor(seen), -torch.inf)
-    top = top.amax(-1, keepdim=True)
-    top = torch.where(top.isfinite() & (top < -(2.0**40)), top, 0.0)
-    return (mask - top).contiguous(), top[..., 0]
-
-
-@st.composite
-def packed(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    """cu_seqlens of queries and keys, with empty sequences."""
-    B = draw(st.integers(1, 4))
-    found = []
-    for _ in range(2):
-        lengths = draw(st.lists(st.integers(0, 40), min_size=B, max_size=B))
-        found.append(torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32))
-    return found[0], found[1]
-
-
-def tensors(q: tuple[int, ...], k: tuple[int, ...], D: int, Dv: int, dtype: torch.dtype) -> list[Tensor]:
-    shapes = (*q, D), (*k, D), (*k, Dv)
-    return [torch.randn(shape).to(dtype) for shape in shapes]
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa, "_forward", flash)
+        patch.setattr(sdpa, "_backward", flash_backward)
+        patch.setattr(efficient, "_forward", memory_efficient)
+        patch.setattr(efficient, "_backward", memory_efficient_backward)
+        yield
 
 
 SIZES = st.integers(1, 50)
@@ -334,9 +349,7 @@ def test_flash_attention_serves_every_band(
         q, k, v = tensors((B, Sq, 2 * group), (B, Sk, 2), D, Dv, dtype)
     band = Band(left, right)
     problem = problem_of(Extent(B, Sq, Sk, 2 * group, 2), dtype, D, Dv, band, varlen=is_packed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sdpa, "_forward", flash)
-        patch.setattr(sdpa, "_backward", flash_backward)
+    with stand_ins():
         inputs = Inputs(q, k, v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
         check(sdpa.Sdpa(), inputs, problem)
 
@@ -346,18 +359,20 @@ def test_flash_attention_serves_every_band(
     sizes=st.tuples(SIZES, SIZES),
     D=st.sampled_from([8, 20, 64]),
     shape=st.tuples(*(st.booleans() for _ in range(4))),
-    is_causal=st.booleans(),
+    corner=st.sampled_from(list(CORNERS)),
     dtype=st.sampled_from([torch.float32, *HALF]),
+    is_deterministic=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(15, 300))
+@settings(max_examples=examples(20, 300))
 def test_efficient_attention_serves_masks(
     kind: str,
     sizes: tuple[int, int],
     D: int,
     shape: tuple[bool, ...],
-    is_causal: bool,
+    corner: str,
     dtype: torch.dtype,
+    is_deterministic: bool,
     seed: int,
 ) -> None:
     """Floating masks hide keys by -inf and by the least number of their dtype, for all of some rows."""
@@ -365,37 +380,114 @@ def test_efficient_attention_serves_masks(
     Sq, Sk = sizes
     B, Hk, group = 2, 2, 2
     q, k, v = tensors((B, Sq, Hk * group), (B, Sk, Hk), D, D, dtype)
-    own = [1 if one else n for one, n in zip(shape, (B, Hk * group, Sq, Sk), strict=True)]
-    shown = torch.rand(own) < 0.7
-    mask = shown
-    if kind != "bool":
-        mask = torch.randn(own).to(dtype)
-        hidden = torch.finfo(dtype).min if seed % 2 else -torch.inf
-        mask = mask.masked_fill(~shown, hidden if kind != "learned" else -torch.inf)
-    if kind == "large":
-        mask = mask.masked_fill(torch.rand((*own[:3], 1)) < 0.5, torch.finfo(dtype).min)
-    band, dmask = Band(None, Sq - Sk) if is_causal else Band(), kind == "learned"
-    extent = Extent(B, Sq, Sk, Hk * group, Hk)
-    problem = problem_of(extent, dtype, D, D, band, mask=mask_key(mask), dmask=dmask)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(efficient, "_forward", memory_efficient)
-        patch.setattr(efficient, "_backward", memory_efficient_backward)
-        check(efficient.Efficient(), Inputs(q, k, v, mask), problem, dmask=dmask)
+    mask = a_mask(
+        kind, [1 if one else n for one, n in zip(shape, (B, Hk * group, Sq, Sk), strict=True)], dtype, seed
+    )
+    band = {"full": Band(), "top left": Band(None, Sq - Sk), "bottom right": Band(None, 0)}[corner]
+    more = {"mask": mask_key(mask), "dmask": kind == "learned", "deterministic": is_deterministic}
+    problem = problem_of(Extent(B, Sq, Sk, Hk * group, Hk), dtype, D, D, band, **more)
+    with stand_ins():
+        check(efficient.Efficient(), Inputs(q, k, v, mask), problem, dmask=kind == "learned")
+    assert splits.pop() == (1 if is_deterministic else None)
 
 
-@given(ends=packed(), is_causal=st.booleans())
-@settings(max_examples=examples(10, 100))
-def test_efficient_attention_serves_packed_sequences(ends: tuple[Tensor, Tensor], is_causal: bool) -> None:
+@pytest.mark.parametrize("call", BANDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_efficient_attention_serves_causal_and_windows(
+    call: tuple[int, int, Band], dtype: torch.dtype
+) -> None:
+    check_band(*call, (20, 12, 2), dtype, is_deterministic=dtype == torch.float32)
+
+
+@given(
+    call=bands(50),
+    D=st.sampled_from([8, 20, 64, 320]),
+    Dv=st.sampled_from([8, 20, 64]),
+    group=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float32, *HALF]),
+    is_deterministic=st.booleans(),
+)
+@settings(max_examples=examples(5, 500))
+def test_efficient_attention_serves_bands(
+    call: tuple[int, int, Band], D: int, Dv: int, group: int, dtype: torch.dtype, is_deterministic: bool
+) -> None:
+    check_band(*call, (D, Dv, group), dtype, is_deterministic)
+
+
+def check_band(
+    Sq: int, Sk: int, band: Band, sizes: tuple[int, int, int], dtype: torch.dtype, is_deterministic: bool
+) -> None:
+    torch.manual_seed(0)
+    D, Dv, group = sizes
+    q, k, v = tensors((2, Sq, 2 * group), (2, Sk, 2), D, Dv, dtype)
+    more = {"deterministic": is_deterministic, "sinks": "float32"}
+    problem = problem_of(Extent(2, Sq, Sk, 2 * group, 2), dtype, D, Dv, band, **more)
+    with stand_ins():
+        check(efficient.Efficient(), Inputs(q, k, v, None, torch.randn(2 * group)), problem)
+    assert splits.pop() == (1 if is_deterministic else None)
+
+
+@given(
+    ends=packed(), right=st.integers(-3, 0), left=st.one_of(st.none(), st.integers(0, 9)), full=st.booleans()
+)
+@settings(max_examples=examples(20, 200))
+def test_efficient_attention_serves_packed_sequences(
+    ends: tuple[Tensor, Tensor], right: int, left: int | None, full: bool
+) -> None:
+    """Sequences whose band hides everything run in plain torch."""
     torch.manual_seed(0)
     Sq, Sk = (int(x.diff().max()) for x in ends)
     if not (Sq and Sk):
         return
     q, k, v = tensors((int(ends[0][-1]), 2), (int(ends[1][-1]), 1), 20, 12, torch.float32)
-    band = Band(None, 0) if is_causal else Band()
     extent = Extent(len(ends[0]) - 1, Sq, Sk, 2, 1)
-    problem = problem_of(extent, torch.float32, 20, 12, band, varlen=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(efficient, "_forward", memory_efficient)
-        patch.setattr(efficient, "_backward", memory_efficient_backward)
+    problem = problem_of(extent, torch.float32, 20, 12, Band() if full else Band(left, right), varlen=True)
+    with stand_ins():
         inputs = Inputs(q, k, v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
         check(efficient.Efficient(), inputs, problem)
+
+
+@pytest.mark.parametrize("mask", ["", "bool", "shared", "each"])
+def test_efficient_attention_serves_more_batch_entries_than_a_grid_has(
+    mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "MOST", 4)
+    torch.manual_seed(0)
+    B, Sq, Sk, Hq, D = 9, 7, 11, 4, 16
+    q, k, v = tensors((B, Sq, Hq), (B, Sk, 2), D, D, torch.bfloat16)
+    sinks, attn_mask, dmask = torch.randn(Hq), None, mask in ("shared", "each")
+    if mask:
+        kind = "learned" if dmask else "bool"
+        attn_mask = a_mask(kind, [1 if mask == "shared" else B, 1, Sq, Sk], q.dtype, 0)
+    more = {"mask": mask_key(attn_mask), "sinks": "float32"}
+    problem = problem_of(Extent(B, Sq, Sk, Hq, 2), q.dtype, D, D, Band(None, 0), **more)
+    with stand_ins():
+        check(efficient.Efficient(), Inputs(q, k, v, attn_mask, sinks), problem, dmask=dmask)
+
+
+def test_flash_attention_serves_more_batch_entries_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MOST", 4)
+    torch.manual_seed(0)
+    q, k, v = tensors((9, 7, 4), (9, 11, 2), 16, 16, torch.bfloat16)
+    problem = problem_of(Extent(9, 7, 11, 4, 2), q.dtype, 16, 16, Band(None, 0))
+    with stand_ins():
+        check(sdpa.Sdpa(), Inputs(q, k, v), problem)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (12, 0)])
+@pytest.mark.parametrize("D", [192, 200, 224, 256])
+def test_flash_attention_trains_widths_that_torch_does_not(D: int, capability: tuple[int, int]) -> None:
+    """Heads of 193 to 224 columns become wider on GPUs with less shared memory."""
+    torch.manual_seed(0)
+    q, k, v = tensors((1, 9, 2), (1, 9, 2), D, D, torch.bfloat16)
+    problem = problem_of(Extent(1, 9, 9, 2, 2), q.dtype, D, D, Band(), backward=True, capability=capability)
+    widths = []
+
+    def backward(dout: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        widths.append(dout.shape[-1])
+        return flash_backward(dout, *args, **options)
+
+    with stand_ins(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa, "_backward", backward)
+        check(sdpa.Sdpa(), Inputs(q, k, v), problem)
+    assert widths == [D if capability == (8, 0) or not 192 < D <= 224 else 232]
