@@ -102,7 +102,8 @@ class Efficient(CallsTorch, WithoutWeights):
         q, k, v = _per_query_head(inputs, problem, block)
         dout, out = (aligned(_padded(x[:, block.rows])) for x in (saved.dout, saved.out))
         lse = _lse_of_kernel(saved, block, bias_shift := _bias_of(inputs, problem, block))
-        corner, ahead = block.corner, 0
+        # Of a mask's gradient the kernel writes the blocks that it visits. The mask hides what the band does.
+        corner, ahead = _FULL if saved.mask_grad else block.corner, 0
         if block.window is not None and block.diagonal:
             # The kernel's backward lets windows begin in the top left corner, whatever the mask's type. So
             # rows of zeros go ahead, as many as the window is off; their weights are exp(0 - inf) = 0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import api, ops
 from ..problem import CallOptions
@@ -27,6 +28,7 @@ TITLE = "host microseconds of a small call: B1 S16 H1 D16 on a CPU, B1 S128 H2 D
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _SDPA = "F.scaled_dot_product_attention"
+_TRANSFORMERS_SDPA = "transformers: sdpa"
 _CPU_CELL = Cell(D=16, causal=False, S=16, B=1, Hq=1, Hk=1, dtype="float32")
 _GPU_CELL = Cell(D=64, causal=False, S=128, B=1, Hq=2, Hk=2)
 
@@ -77,7 +79,8 @@ CONTENDERS: dict[str, Attend] = {
 def measure(settings: Settings) -> Iterator[Row]:
     """One row per way to call and contender. Threads do not help at this size, so there is one.
 
-    torch.compile needs a C++ compiler; without one its rows are left out.
+    The rows of transformers are left out where it is not installed, those of torch.compile without the C++
+    compiler that it needs.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -87,6 +90,9 @@ def measure(settings: Settings) -> Iterator[Row]:
         everyone = CONTENDERS | {NOTHING: _Nothing.apply}
         yield from _rows("forward, recorded for autograd", _calls(settings, everyone, _recorded), settings)
         yield from _rows("forward + backward", _calls(settings, everyone, _step), settings)
+        if importlib.util.find_spec("transformers"):
+            calls = _calls(settings, _transformers(), _unrecorded)
+            yield from _rows("transformers, nothing recorded", calls, settings, _TRANSFORMERS_SDPA)
         if any(map(shutil.which, ("c++", "g++", "clang++"))):
             compiled = {
                 name: torch.compile(CONTENDERS[name], fullgraph=True) for name in ("flash4.attention", _SDPA)
@@ -95,6 +101,25 @@ def measure(settings: Settings) -> Iterator[Row]:
             yield from _rows("compiled, forward + backward", _calls(settings, compiled, _step), settings)
     finally:
         torch.set_num_threads(threads)
+
+
+def _transformers() -> dict[str, Attend]:
+    """Our function and transformers' own for SDPA, as its layers find and call them."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from ..integrations import transformers
+
+    transformers.register()
+    layer = nn.Module().eval()
+    layer.is_causal, layer.num_key_value_groups = False, 1  # type: ignore[assignment]
+
+    def call(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        out: Tensor = attend(layer, *heads, None, dropout=0.0, scaling=q.shape[-1] ** -0.5)[0]
+        return out
+
+    names = (transformers.NAME, "sdpa")
+    return {f"transformers: {name}": partial(call, ALL_ATTENTION_FUNCTIONS[name]) for name in names}
 
 
 def _cell(settings: Settings) -> Cell:
@@ -140,7 +165,9 @@ def _step(attend: Attend, inputs: tuple[Tensor, ...], dout: Tensor) -> Callable[
     return partial(features.step, partial(attend, *inputs), inputs, dout)
 
 
-def _rows(mode: str, calls: Mapping[str, Callable[[], Any]], settings: Settings) -> Iterator[Row]:
+def _rows(
+    mode: str, calls: Mapping[str, Callable[[], Any]], settings: Settings, baseline: str = _SDPA
+) -> Iterator[Row]:
     served_by = {}
     for name, call in calls.items():
         with backends_used() as used:
@@ -149,7 +176,7 @@ def _rows(mode: str, calls: Mapping[str, Callable[[], Any]], settings: Settings)
     # The host is timed, also on machines with a GPU.
     timer = CpuTimer(calls, settings.clock, torch.cuda.synchronize if settings.on_gpu else None)
     result = compare(calls, settings, timer)
-    sdpa = result.seconds[_SDPA].median
+    sdpa = result.seconds[baseline].median
     for name, seconds in result.seconds.items():
         yield {
             **_cell(settings).case(),

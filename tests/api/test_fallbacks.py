@@ -61,7 +61,9 @@ def calls_of_torch(draw: st.DrawFn) -> Problem:
         more, band = more | {"varlen": True}, draw(st.sampled_from([Band(), Band(None, 0)]))
     elif kind == "window":
         dtype, D, more = draw(st.sampled_from(HALF)), min(D, 256), more | {"varlen": True}
-        Dv, band = D, Band(draw(st.integers(0, 300)), draw(st.integers(0, 300)))
+        # Right bounds as large as Sk torch takes for none, which is right where no query comes before the keys.
+        largest = 300 if Sq <= Sk else Sk - 1
+        Dv, band = D, Band(draw(st.integers(0, 300)), draw(st.integers(0, largest)))
     if kind in ("plain", "top left", "mask") and draw(st.integers(0, 4)) == 0:
         # Its grids have no more than 65535 batch entries, and it makes parts of more.
         B = draw(st.sampled_from([65535, 65536, 140000]))
@@ -147,7 +149,8 @@ def flash(
     """aten._flash_attention_forward: rows that see nothing have 0 and an lse of +inf."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     assert all(x.stride(-1) == 1 for x in (q, k, v)) and dropout_p == 0.0
-    right = 0 if is_causal else window_size_right
+    # A bound as large as the longest keys is taken for none.
+    right = 0 if is_causal else -1 if window_size_right >= max_k else window_size_right
 
     assert (len(q) if ends_q is None else len(ends_q) - 1) <= batches.MOST
 
@@ -292,7 +295,8 @@ def memory_efficient_backward(
     dq = torch.einsum("bhij,bjhd->bihd", ds, k.float()) * scale
     dk = torch.einsum("bhij,bihd->bjhd", ds, q.float()) * scale
     dv = torch.einsum("bhij,bihd->bjhd", weights, dout.float())
-    dbias = ds.to(q.dtype) if bias_requires_grad and bias is not None else None
+    # What is hidden may be in a block that the kernel does not visit.
+    dbias = ds.to(q.dtype).masked_fill(hidden, torch.nan) if bias_requires_grad and bias is not None else None
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dbias
 
 
@@ -349,6 +353,10 @@ def test_flash_attention_serves_every_band(
         q, k, v = tensors((B, Sq, 2 * group), (B, Sk, 2), D, Dv, dtype)
     band = Band(left, right)
     problem = problem_of(Extent(B, Sq, Sk, 2 * group, 2), dtype, D, Dv, band, varlen=is_packed)
+    if right is not None and Sk <= right < Sq - 1:
+        (why,) = sdpa.Sdpa().why_not(problem)
+        assert f"right bound is {right}" in why
+        return
     with stand_ins():
         inputs = Inputs(q, k, v, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
         check(sdpa.Sdpa(), inputs, problem)

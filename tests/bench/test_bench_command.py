@@ -656,7 +656,7 @@ def test_host_contenders_compute_the_same() -> None:
     cell = Cell(D=16, causal=False, S=16, B=1, Hq=1, Hk=1, dtype="float32")
     q, k, v, _ = cell.inputs("cpu")
     expected, _ = providers.sdpa().forward(q, k, v, cell)
-    for attend in host.CONTENDERS.values():
+    for attend in (host.CONTENDERS | host._transformers()).values():
         torch.testing.assert_close(attend(q, k, v), expected)
 
 
@@ -673,6 +673,9 @@ def test_host_times_peers_where_there_are_any(
         *host.CONTENDERS,
         host.NOTHING,
     }
+    theirs = [row for row in rows if row["mode"].startswith("transformers")]
+    assert [row["call"] for row in theirs] == ["transformers: fa4", "transformers: sdpa"]
+    assert theirs[1]["over_sdpa"] == 1.0 and set(theirs[0]["served_by"].values()) == {"cpu"}
     served = {row["call"]: set(row["served_by"].values()) for row in rows}
     assert capsys.readouterr().err == "  left out fa4: RuntimeError: no such kernel\n"
     assert served["flash4.attention"] == {"cpu"} and served["fa3"] == set()
