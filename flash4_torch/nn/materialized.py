@@ -2,7 +2,8 @@
 
 Stock attention holds all weights where it returns or drops some. Up to a size this does, too, and saves no
 more: the backward need not compute them anew, and few calls into torch are made, of which small steps
-consist. Roundings are those of stock attention, and may differ from the operators'.
+consist. Roundings are those of stock attention, and may differ from the operators'. Calls without gradients
+have the same plan, and are run by `evaluated`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
+from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import is_legacy_batchedtensor
 
 from .. import ops
 from ..ops import autograd
@@ -25,8 +28,9 @@ from ..reference.scoring import working_dtype
 from .contract import Call, is_causal_by_rule
 
 _MOST_RETURNED = 1 << 22
-"""Weights of all heads, at most, of a call that returns them."""
-_MOST_DROPPED = 1 << 18
+"""Weights of all heads, at most, of a step that returns them."""
+_MOST_RETURNED_IN_16_BITS = 1 << 26
+_MOST_DROPPED = 1 << 21
 """The same of a call that drops some and returns none."""
 _FEW = 1 << 13
 """Weights up to which 16 bits are multiplied in float32: the calls that multiply in 16 take longer."""
@@ -52,7 +56,7 @@ class Materialized(NamedTuple):
     options: CallOptions
     products: torch.dtype
     """The dtype of the products of queries, keys, values and weights, and of the weights."""
-    wants_grad: bool = True
+    wants_grad: bool
     """`prepared.Prepared` has such a field, too."""
 
     def sizes(self, x: Tensor) -> tuple[int, int]:
@@ -81,22 +85,27 @@ class Materialized(NamedTuple):
         rows = apart.reshape(N * S, -1)
         return rows if dtype == self.products else rows.to(dtype)
 
-    def added(self, call: Call, N: int, S: int) -> Tensor | None:
-        """What the masks add to the scores (N * H, S, S), to which it broadcasts."""
-        mask, ignored, dtype = call.attn_mask, call.key_padding_mask, self.products
+    def bias(self, attn_mask: Tensor | None, S: int) -> Tensor | None:
+        """What `attn_mask`, or causal in its place, adds to the scores: (S, S) or (N * H, S, S)."""
         if self.is_causal:
-            mask = torch.full((S, S), -math.inf, dtype=dtype).triu_(1)
-        elif mask is not None:
-            mask = _as_bias(mask, dtype)
+            return torch.full((S, S), -math.inf, dtype=self.products).triu_(1)
+        return None if attn_mask is None else _as_bias(attn_mask, self.products)
+
+    def added(self, bias: Tensor | None, ignored: Tensor | None) -> Tensor | None:
+        """What both masks add to scores (n * H, rows, S), to which it broadcasts.
+
+        bias: (rows, S) or (n * H, rows, S). ignored: key_padding_mask (n, S).
+        """
         if ignored is None:
-            return mask
-        padded = _as_bias(ignored, dtype)
-        if N == 1:
-            return padded if mask is None else padded + mask
-        padded = padded.view(N, 1, 1, S).expand(N, self.num_heads, 1, S)
-        if mask is not None:
-            padded = padded + (mask if mask.dim() == 2 else mask.view(N, self.num_heads, S, S))
-        return padded.reshape(N * self.num_heads, -1, S)
+            return bias
+        padded = _as_bias(ignored, self.products)
+        n, S = padded.shape
+        if n == 1:
+            return padded if bias is None else padded + bias
+        padded = padded.view(n, 1, 1, S).expand(n, self.num_heads, 1, S)
+        if bias is not None:
+            padded = padded + (bias if bias.dim() == 2 else bias.view(n, self.num_heads, -1, S))
+        return padded.reshape(n * self.num_heads, -1, S)
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,23 +115,29 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, hidden, nothing)
 
 
-def of(module: nn.MultiheadAttention, call: Call, options: CallOptions) -> Materialized | None:
-    """What serves self-attention like this, which has gradients; None if something else does."""
+def of(
+    module: nn.MultiheadAttention, call: Call, options: CallOptions, wants_grad: bool
+) -> Materialized | None:
+    """What serves self-attention like this; None if something else does."""
     query, is_causal = call.query, is_causal_by_rule(module, call)
+    most: float
     if query.device.type != "cpu" or query.dtype not in _DTYPES:
         return None
-    if not any(
-        x is not None and x.requires_grad for x in (query, module.in_proj_weight, module.in_proj_bias)
-    ):
+    projected = query, module.in_proj_weight, module.in_proj_bias
+    if wants_grad and not any(x is not None and x.requires_grad for x in projected):
         return None  # only the output projection has gradients
     for mask in (call.key_padding_mask, None if is_causal else call.attn_mask):
         if mask is not None and (mask.dtype not in (torch.bool, query.dtype) or mask.requires_grad):
             return None
+    if not wants_grad and options.dropout_p:
+        return None
+    in_16_bits = query.dtype.itemsize == 2
     if call.need_weights:
-        most = _MOST_RETURNED
+        # Without gradients no more than a block of them is held at once.
+        most = math.inf if not wants_grad else _MOST_RETURNED_IN_16_BITS if in_16_bits else _MOST_RETURNED
     elif options.dropout_p:
         most = _MOST_DROPPED
-    elif query.dtype.itemsize == 2:
+    elif in_16_bits:
         most = _FEW - 1
     else:
         return None  # torch's flash kernel is as fast
@@ -138,6 +153,7 @@ def of(module: nn.MultiheadAttention, call: Call, options: CallOptions) -> Mater
         call.average_attn_weights if call.need_weights else None,
         options,
         products,
+        wants_grad,
     )
 
 
@@ -152,22 +168,12 @@ def run(
 
 def _forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
     weight, bias, out_weight, out_bias, ignored, mask, plan = others
-    (N, S), (scale, *_), H = plan.sizes(x), plan.options, plan.num_heads
-    p = plan.options.dropout_p
-    x_rows = x.flatten(0, 1)
-    heads = plan.heads(F.linear(x_rows, weight, bias), N, S, 3)
+    (N, S), H, p, nothing = plan.sizes(x), plan.num_heads, plan.options.dropout_p, _NOTHING[plan.products]
+    heads = plan.heads(F.linear(x.flatten(0, 1), weight, bias), N, S, 3)
     q, k, v = heads.unbind()
-    added, nothing = plan.added(Call(x, x, x, ignored, attn_mask=mask), N, S), _NOTHING[plan.products]
-    if added is None:
-        scores = torch.baddbmm(nothing, q, k.transpose(1, 2), beta=0, alpha=scale)
-    else:
-        scores = torch.baddbmm(added, q, k.transpose(1, 2), alpha=scale)
-    scores = scores.view(N, H, S, S)
-    weights = torch.softmax(scores, -1)
-    if added is not None and math.isnan(weights.select(-1, 0).sum().item()):
-        # A row that sees nothing; the safe one, which takes twice as long, gives it weights 0.
-        weights = torch._safe_softmax(scores, -1)
-    del scores
+    weights = weights_of(plan, q, k, plan.added(plan.bias(mask, S), ignored))
+    # Autograd forbids to change a function's views in place, so these are none.
+    weights.resize_(N, H, S, S)
     rng_state = kept = None
     applied, factor = weights, 1.0
     if p:
@@ -182,13 +188,30 @@ def _forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
     ctx.save_for_backward(x, weight, bias, out_weight, out_bias, *made)
     ctx.plan = plan
     ctx.set_materialize_grads(False)
-    # Autograd forbids to change a function's views in place.
     y.resize_(x.shape)
     if plan.average_heads is None:
         return (y,)
     each_head = applied * factor if p and not plan.average_heads else applied
     shown = applied.sum(1).mul_(factor / H) if plan.average_heads else each_head
     return y, shown if x.dtype == plan.products else shown.to(x.dtype)
+
+
+def weights_of(plan: Materialized, q: Tensor, k: Tensor, added: Tensor | None) -> Tensor:
+    """The weights (matrices, rows, keys) before dropout, 0 in rows that see nothing."""
+    scores = _scores(plan, q, k, added)
+    # In place: memory that is touched for the first time takes longer than the exponentials.
+    weights = torch.softmax(scores, -1, out=scores)
+    if added is not None and math.isnan(weights.select(-1, 0).sum().item()):
+        # A row that sees nothing; the safe one, which takes twice as long, gives it weights 0.
+        weights = torch._safe_softmax(_scores(plan, q, k, added), -1)
+    return weights
+
+
+def _scores(plan: Materialized, q: Tensor, k: Tensor, added: Tensor | None) -> Tensor:
+    scale, k_columns = plan.options.scale, k.transpose(1, 2)
+    if added is None:
+        return torch.baddbmm(_NOTHING[plan.products], q, k_columns, beta=0, alpha=scale)
+    return torch.baddbmm(added, q, k_columns, alpha=scale)
 
 
 def _product(nothing: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
@@ -249,9 +272,11 @@ def _gradients(
         kept, factor = kept.view(N * H, S, S), dropout_scale(plan.options.dropout_p)
     dv = torch.zeros_like(v) if dout is None else _product(nothing, applied.transpose(1, 2), dout, factor)
     dw = _gradient_of_weights(plan, dout, dweights, v, factor)
+    # In place, as in the forward, unless vmap, which does not let it, has many of them.
+    made = None if is_legacy_batchedtensor(dw) or _are_functorch_transforms_active() else dw
     if kept is not None:
-        dw = dw * kept
-    ds = torch._softmax_backward_data(dw, weights, -1, weights.dtype)
+        dw = torch.mul(dw, kept, out=made)
+    ds = torch._softmax_backward_data(dw, weights, -1, weights.dtype, grad_input=made)
     scale = plan.options.scale
     dq, dk = _product(nothing, ds, k, scale), _product(nothing, ds.transpose(1, 2), q, scale)
     dqkv = plan.rows(torch.stack((dq, dk, dv)), N, S, 3, x.dtype)
@@ -280,7 +305,7 @@ def _gradient_of_weights(
     else:
         factor_of_weights, dweights = factor, dweights.reshape(-1, *dweights.shape[2:])
     if dout is None:
-        return (dweights * factor_of_weights).expand(len(v), -1, -1)
+        return (dweights * factor_of_weights).expand(len(v), -1, -1).contiguous()
     return torch.baddbmm(dweights, dout, v.transpose(1, 2), beta=factor_of_weights, alpha=factor)
 
 

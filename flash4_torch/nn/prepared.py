@@ -20,7 +20,7 @@ from ..fast_path import FastAutograd, FastCall, recent
 from ..fast_path.conditions import must_take_slow_path
 from ..ops import autograd
 from ..problem import CallOptions, allows_tf32
-from . import fused, materialized, padding
+from . import evaluated, fused, materialized, padding
 from .contract import Call
 from .materialized import Materialized
 
@@ -192,8 +192,11 @@ def record(
 def record_materialized(
     signature: Signature, module: nn.MultiheadAttention, call: Call, options: CallOptions
 ) -> Materialized | None:
-    """Remembers a call, not served yet, whose weights are best saved for the backward; None for others."""
-    found = materialized.of(module, call, options) if signature[_WANTS_GRAD] else None
+    """Remembers a call, not served yet, whose weights are best held at once; None for others."""
+    wants_grad = signature[_WANTS_GRAD]
+    if not wants_grad and fused.serves(module, call):
+        return None
+    found = materialized.of(module, call, options, wants_grad)
     if found is not None:
         _keep(signature, found)
     return found
@@ -214,7 +217,8 @@ def clear() -> None:
 def run(prepared: Known, call: Call, parameters: _Parameters) -> tuple[Tensor, Tensor | None]:
     """The module's output and the weights, or None."""
     if isinstance(prepared, Materialized):
-        return materialized.run(prepared, call, parameters)
+        serves = materialized.run if prepared.wants_grad else evaluated.run
+        return serves(prepared, call, parameters)
     if prepared.is_fused:
         both = fused.run(call, parameters, prepared.num_heads)
         if both is not None:

@@ -16,6 +16,7 @@ from everything import examples
 from flash4_torch import testing
 from flash4_torch.errors import DoubleBackwardError
 from flash4_torch.nn import materialized, prepared
+from module_masks import masks
 
 E, H, N, S = 16, 2, 3, 6
 RUN = materialized.run
@@ -24,24 +25,6 @@ RUN = materialized.run
 def module(dtype: torch.dtype = torch.float32, **more: Any) -> nn.MultiheadAttention:
     torch.manual_seed(0)
     return flash4_torch.MultiheadAttention(E, H, dtype=dtype, **more)
-
-
-@st.composite
-def masks(draw: st.DrawFn, dtype: torch.dtype) -> dict[str, Any]:
-    """Masks of one kind, bool or floating, of which some leave rows nothing."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    share, is_bool = draw(st.sampled_from([0.2, 0.6])), draw(st.booleans())
-
-    def mask(*shape: int) -> Tensor:
-        hidden = torch.rand(shape, generator=generator) < share
-        added = torch.randn(shape, generator=generator).masked_fill(hidden, -torch.inf)
-        return hidden if is_bool else added.to(dtype)
-
-    found = {"key_padding_mask": mask(N, S)} if draw(st.booleans()) else {}
-    kind = draw(st.sampled_from(["", "rows", "heads", "causal"]))
-    if kind:
-        found["attn_mask"] = mask(*((N * H, S, S) if kind == "heads" else (S, S)))
-    return found | ({"is_causal": True} if kind == "causal" else {})
 
 
 @given(
@@ -65,7 +48,7 @@ def test_a_step_is_that_of_the_operators(
     of: str,
     few: int,
 ) -> None:
-    given_masks = data.draw(masks(dtype))
+    given_masks = data.draw(masks((N, H, S), dtype))
     flags = {"need_weights": average is not None, "average_attn_weights": bool(average)}
     exact = module(torch.float64, batch_first=batch_first, bias=bias, dropout=dropout)
     x = torch.randn((N, S, E) if batch_first else (S, N, E), generator=torch.Generator().manual_seed(1))

@@ -124,6 +124,7 @@ def test_dropout_in_a_graph(p: float) -> None:
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs call the operators, as those for a GPU do with more scores than a few."""
     monkeypatch.setattr(weights_in_graph, "_ON_CPU", 0)
+    monkeypatch.setattr(weights_in_graph, "_DROPPED_ON_CPU", 0)
 
 
 USES = ("both", "out", "weights")
@@ -151,9 +152,23 @@ def operators(module: Callable[..., Any], uses: str, **options: Any) -> tuple[li
     return called[0], called[1]
 
 
-@pytest.mark.parametrize("uses", USES)
-def test_a_graph_for_the_cpu_calls_nothing_of_ours(uses: str) -> None:
-    assert operators(MultiheadAttention(8, 2, batch_first=True), uses) == ([], [])
+@pytest.mark.parametrize(("uses", "dropout"), [*((uses, 0.0) for uses in USES), ("both", 0.3)])
+def test_a_graph_for_the_cpu_calls_nothing_of_ours(uses: str, dropout: float) -> None:
+    assert operators(MultiheadAttention(8, 2, dropout, batch_first=True), uses) == ([], [])
+
+
+def test_a_graph_drops_what_eager_attention_drops() -> None:
+    module = MultiheadAttention(16, 2, 0.3, batch_first=True)
+    x = torch.randn(2, 21, 16, requires_grad=True)
+    found = []
+    for attend in (module, compiled(module)):
+        torch.manual_seed(1)
+        out, weights = attend(x, x, x, average_attn_weights=False)
+        grads = torch.autograd.grad(out.sum() + weights.square().sum(), (x, *module.parameters()))
+        found.append((out, weights, *grads))
+    assert torch.equal(found[0][1] == 0.0, found[1][1] == 0.0)
+    for eager, graph in zip(*found, strict=True):
+        torch.testing.assert_close(graph, eager)
 
 
 @pytest.mark.parametrize("mask", ["padding", "causal"])
