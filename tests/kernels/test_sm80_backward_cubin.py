@@ -22,6 +22,7 @@ LARGE, SMALL = sm80_backward.LARGE, sm80_backward.SMALL
 TABLES = {"sm_80": LARGE, "sm_86": SMALL, "sm_89": SMALL, "sm_90a": LARGE, "sm_120a": SMALL}
 """The table of each architecture; sm_87, sm_121a and, on request, sm_100a have others'."""
 HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (40, 24))
+DTYPES = ("bfloat16", "float16")
 BETWEEN = ((72, 72), (80, 80), (104, 104), (112, 112))
 """Heads that are narrower than those their row is made for."""
 CAUSAL = {"right": True}
@@ -77,14 +78,17 @@ def reachable(arch: str) -> Iterator[Kernel]:
         yield from _of_heads(table, BETWEEN)
         yield from (k for k in _of_heads(table, HEADS) if not k[1].ragged_k)
         yield from (k for k in _of_functions(table) if not k[1].ragged_k)
+        yield from _of_heads(table, HEADS, DTYPES[::-1])
 
 
-def _of_heads(table: sm80_backward.Table, heads: Sequence[tuple[int, int]]) -> Iterator[Kernel]:
-    """Kernels with every use, with alternating dtypes."""
-    dtypes = cycle(("bfloat16", "float16"))
+def _of_heads(
+    table: sm80_backward.Table, heads: Sequence[tuple[int, int]], dtypes: Sequence[str] = DTYPES
+) -> Iterator[Kernel]:
+    """Kernels with every use; the dtypes take turns."""
+    turns = cycle(dtypes)
     for uses in USES:
         for D, Dv in heads:
-            features = Features(next(dtypes), D, Dv)._replace(**uses)
+            features = Features(next(turns), D, Dv)._replace(**uses)
             yield from _of(table, features)
             for tf32 in (False, True):
                 yield from _of(table, features._replace(dtype="float32", tf32=tf32))
@@ -111,7 +115,7 @@ def everything(arch: str) -> list[Key]:
 
 def keys() -> list[Key]:
     """All kernels that are compiled."""
-    found = one_of(211, [key for arch in TABLES for key in everything(arch)]) + one_of(16, parts())
+    found = one_of(331, [key for arch in TABLES for key in everything(arch)]) + one_of(64, parts())
     tight = [Key(ENTRY, (features, SMALL.config(features)), arch) for features, arch in TIGHT]
     tight.append(Key(ENTRY, (WHOLE, LARGE.config(WHOLE, ragged_k=False)), "sm_80"))
     return list(dict.fromkeys([*found, *tight]))

@@ -28,6 +28,7 @@ TABLES = {
 """The table of each architecture; sm_87, sm_121a and, on request, sm_100a have others'."""
 HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (40, 24))
 WIDE = ((320, 320), (384, 384), (512, 512))
+DTYPES = ("bfloat16", "float16")
 BETWEEN = ((72, 72), (80, 80), (104, 104), (112, 112))
 """Heads that are narrower than those their row is made for."""
 CAUSAL = {"right": True}
@@ -71,14 +72,17 @@ def reachable(table: sm80.Table) -> Iterator[Kernel]:
         yield from _of_heads(table, BETWEEN)
         yield from _whole(table)
         yield from _of_functions(table)
+        yield from _of_heads(table, HEADS, DTYPES[::-1])
 
 
-def _of_heads(table: sm80.Table, heads: Sequence[tuple[int, int]]) -> Iterator[Kernel]:
-    """Kernels with every use, with alternating dtypes."""
-    dtypes = cycle(("bfloat16", "float16"))
+def _of_heads(
+    table: sm80.Table, heads: Sequence[tuple[int, int]], dtypes: Sequence[str] = DTYPES
+) -> Iterator[Kernel]:
+    """Kernels with every use; the dtypes take turns."""
+    turns = cycle(dtypes)
     for uses in USES:
         for D, Dv in heads:
-            features = Features(next(dtypes), D, Dv)._replace(**uses)
+            features = Features(next(turns), D, Dv)._replace(**uses)
             yield from _of(table, features)
             for tf32 in (False, True):
                 yield from _of(table, features._replace(dtype="float32", tf32=tf32))
@@ -109,7 +113,7 @@ def _of(table: sm80.Table, features: Features, ragged_k: bool = True) -> Iterato
 
 def keys() -> list[Key]:
     """All kernels that are compiled; the last one spills."""
-    found = one_of(409, [key for arch in TABLES for key in everything(arch)])
+    found = one_of(421, [key for arch in TABLES for key in everything(arch)])
     full = [Key(ENTRY, kernel, arch) for kernel in FULL for arch in ("sm_80", "sm_90a")]
     full.append(Key(ENTRY, (EXACT, sm80.SMALL.forward(EXACT, 4096, 4095)), "sm_120a"))
     full.append(Key(ENTRY, (PACKED, sm80.LARGE.forward(PACKED, 4096, 4095)), "sm_80"))
@@ -118,7 +122,7 @@ def keys() -> list[Key]:
 
 def everything(arch: str) -> list[Key]:
     """The kernels of an architecture that do not spill."""
-    return [Key(ENTRY, kernel, arch) for kernel in reachable(TABLES[arch])]
+    return list(dict.fromkeys(Key(ENTRY, kernel, arch) for kernel in reachable(TABLES[arch])))
 
 
 KEYS = keys()
