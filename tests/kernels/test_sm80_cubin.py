@@ -58,6 +58,11 @@ EXACT = Features("float32", 128, 128, right=True)
 PACKED = EXACT._replace(right=False, varlen=True)
 """Three products, 128 columns: O spills without branches around some of its chunks, for sm_120a, and for
 sm_80 next to packed sequences."""
+FEW_ROWS = Features("bfloat16", 256, 256)
+TF32 = Features("float32", 112, 112, tf32=True, mask="float32", dropout=True, sinks="float32")._replace(
+    large_softcap=True, **SOFTCAP, **WINDOW
+)
+"""They spill for sm_86 with a kernel for whole blocks, and for sm_120a with 32 keys."""
 SPILLS = Features("bfloat16", 128, 128, mask="float32", scaled=True), Sm80Forward(4, 2, 64, 1)
 
 
@@ -113,9 +118,11 @@ def _of(table: sm80.Table, features: Features, ragged_k: bool = True) -> Iterato
 
 def keys() -> list[Key]:
     """All kernels that are compiled; the last one spills."""
-    found = one_of(421, [key for arch in TABLES for key in everything(arch)])
+    found = one_of(479, [key for arch in TABLES for key in everything(arch)])
     full = [Key(ENTRY, kernel, arch) for kernel in FULL for arch in ("sm_80", "sm_90a")]
     full.append(Key(ENTRY, (EXACT, sm80.SMALL.forward(EXACT, 4096, 4095)), "sm_120a"))
+    full.append(Key(ENTRY, (FEW_ROWS, sm80.SMALL.forward(FEW_ROWS, 64, 4096)), "sm_86"))
+    full.append(Key(ENTRY, (TF32, sm80.SMALL.forward(TF32, 4096, 4095)), "sm_120a"))
     full.append(Key(ENTRY, (PACKED, sm80.LARGE.forward(PACKED, 4096, 4095)), "sm_80"))
     return list(dict.fromkeys([*found, *full, Key(ENTRY, SPILLS, "sm_80")]))
 
