@@ -195,7 +195,9 @@ class Table(NamedTuple):
     def _completed(
         self, features: Features, config: Sm80Forward, ragged_k: bool, pack_gqa: int
     ) -> Sm80Forward:
-        f, config = features, config._replace(ragged_k=ragged_k, pack_gqa=pack_gqa)
+        # Few warps with 256 columns spill 2 times for sm_86 and sm_89 if Sk fills its blocks.
+        always = config.warps < 8 and config.column_warps == 1 and config.keys == 32 and features.Dv > 192
+        f, config = features, config._replace(ragged_k=ragged_k or always, pack_gqa=pack_gqa)
         # Others have eight warps: for sm_80 none spills.
         may_spill = config.warps < 8 or pack_gqa > 1 or (f.varlen and not (f.left or f.right))
         apart = f.is_exact and config.column_warps == 1 and tile_dim(f.Dv) > 64 and may_spill
@@ -266,7 +268,8 @@ def _has_registers_float32(features: Features, config: Sm80Forward) -> bool:
     if config.row_mmas > 1:
         return f.tf32 and keys <= 32 and not (wide or f.dropout or (f.mask and f.sinks))
     if f.tf32:
-        return keys <= 32 or not wide
+        # 25 spills for sm_120a at D 112 with all three.
+        return keys <= (16 if f.float_mask and f.softcap and f.dropout else 32) or not wide
     if not wide:
         return keys <= 32 or not f.dropout
     plain = not (f.mask or f.softcap or f.dropout or f.sinks)

@@ -48,7 +48,7 @@ from flash4_torch.backends.compiled import (
 from flash4_torch.compile import Key, aot, arch, cache, key, library, pool
 from flash4_torch.configs.types import Features
 from flash4_torch.ops.impl import CallOptions, describe_inputs
-from flash4_torch.problem import Inputs
+from flash4_torch.problem import Inputs, Problem
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
@@ -153,30 +153,49 @@ def test_whoever_serves_a_call_finds_its_kernel(
 ) -> None:
     """Calls on every GPU, of float32 and wide heads too, for which some run kernels of other GPUs."""
     assume(dtype != "float32" or max(heads) <= 128)
+    call = described(target, heads, dtype, words, Sq, Sk, tf32=tf32)
+    asked = {*asked_for(target, call), *asked_for(target, in_backward(call))}
+    assert asked <= set(ahead.kernels(target.arch, [heads], [dtype], [words], [1]))
+
+
+def described(
+    target: Target,
+    heads: tuple[int, int],
+    dtype: str,
+    words: str,
+    Sq: int,
+    Sk: int,
+    tf32: bool = False,
+) -> Problem:
+    """A call on a GPU of that architecture."""
     q, k, v = (
         torch.empty(1, S, 1, D, dtype=getattr(torch, dtype), device="meta")
         for S, D in ((Sq, heads[0]), (Sk, heads[0]), (Sk, heads[1]))
     )
     problem = describe_inputs(Inputs(q, k, v), CallOptions(scale=0.1, **CALLS[words]))
-    asked: set[Key] = set()
+    of_gpu = {"device": "cuda", "capability": target.capability, "tf32": tf32 and dtype == "float32"}
+    return problem._replace(spec=problem.spec._replace(**of_gpu))
+
+
+def in_backward(call: Problem) -> Problem:
+    return call._replace(spec=call.spec._replace(backward=True))
+
+
+def asked_for(
+    target: Target, call: Problem, found: Callable[[Key], layer.Function] = lambda key: print
+) -> list[Key]:
+    """The kernels that a call asks for, which are then `found`."""
+    asked: list[Key] = []
 
     def find(entry: str, static: tuple[object, ...]) -> layer.Function:
-        asked.add(Key(entry, static, target.arch))
-        return print
+        asked.append(Key(entry, static, target.arch))
+        return found(asked[-1])
 
-    for is_backward in (False, True):
-        spec = problem.spec._replace(
-            device="cuda",
-            capability=target.capability,
-            tf32=tf32 and dtype == "float32",
-            backward=is_backward,
-        )
-        call = problem._replace(spec=spec)
-        ours = [b for b in dispatch.PRIORITY if isinstance(b, Compiled) and not b.why_not(call)]
-        assert ours or is_backward
-        for backend in ours[:1]:
-            (backward if is_backward else forward).decide(backend.target(call), call, 8, find)
-    assert asked <= set(ahead.kernels(target.arch, [heads], [dtype], [words], [1]))
+    ours = [b for b in dispatch.PRIORITY if isinstance(b, Compiled) and not b.why_not(call)]
+    assert ours or call.spec.backward
+    for backend in ours[:1]:
+        (backward if call.spec.backward else forward).decide(backend.target(call), call, 8, find)
+    return asked
 
 
 @pytest.mark.parametrize(
@@ -422,14 +441,20 @@ def test_a_kernel_is_compiled_for_its_architecture(target: Target) -> None:
 def test_kernels_by_mma_sync_are_warmed_up_and_exported(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel of each kind: float32 forward and backward with those around it, decode, append and merge."""
+    """Calls of such a GPU find their kernels in the folder: float32 forward and backward with those around
+    it, decode, append and merge.
+    """
     own = dict.fromkeys(
         ahead.kernels(target.arch, [64], ["float32"], ["causal"], [1])
         + ahead.kernels(target.arch, [64], ["bfloat16"], ["causal+kvcache"], [1], gradients=False)
     )
-    kinds = {key.entry: key for key in reversed(own)}
+    call = described(target, (64, 64), "float32", "causal", 100, 300)
+    calls = [call, in_backward(call)] if EVERYTHING else [call]
+    asked = [key for each in calls for key in asked_for(target, each)]
+    kinds = {key.entry: key for key in [*reversed(own), *asked]}
     assert {target.forward, target.backward, PREPROCESS, POSTPROCESS, DECODE} < set(kinds)
-    keys = [key for entry, key in kinds.items() if EVERYTHING or entry in (target.forward, DECODE)]
+    keys = [key for key in kinds.values() if EVERYTHING or key in asked or key.entry == DECODE]
+    assert set(asked) <= set(keys) <= set(own)
     monkeypatch.setattr(ahead, "kernels", lambda *chosen: keys)
     out = tmp_path / "out"
     assert main(["warmup", "--arch", target.arch]) == 0
@@ -441,6 +466,9 @@ def test_kernels_by_mma_sync_are_warmed_up_and_exported(
     aot._manifest.cache_clear()
     for key_ in keys:
         assert callable(layer.function(*key_))
+    monkeypatch.setattr(layer, "_functions", {})
+    for each in calls:
+        assert asked_for(target, each, lambda key: layer.function(*key))
     assert not cache.contents()
     aot._manifest.cache_clear()
 

@@ -106,6 +106,11 @@ def subjects() -> Iterator[Subject]:
     yield by_mma_sync("backward", Sm80Backward(8, 1, 64, 2), 64, "bfloat16", right=True)
     ordered = Sm80Backward(8, 2, 64, 1)
     yield by_mma_sync("backward", ordered, 128, "bfloat16", right=True, deterministic=True)
+    yield by_mma_sync("forward", Sm80Forward(4, 2, 64, 1, lazy_rescale=True), 128, "bfloat16", right=True)
+    in_parts = Sm80Backward(4, 1, 64, 2, key_mmas=2, query_parts=2, dq_row_mmas=2)
+    yield by_mma_sync("backward", in_parts, 64, "bfloat16")
+    looping = in_parts._replace(scores_by_parts=True)
+    yield by_mma_sync("backward", looping, 64, "bfloat16", right=True)
     overlapping = Sm80Backward(
         8, 2, 64, 2, key_mmas=2, own_in_regs=True, copies_after_scores=True, dq_row_mmas=2
     )
@@ -179,9 +184,12 @@ def by_mma_sync(name: str, config: Sm80Forward | Sm80Backward, D: int, dtype: st
     sizes = (150, 330), (40, 130), (70, 20)
     p = 0.3 if uses.get("dropout") else 0.0
     calls = [drawn(kernel, Hk=1, lengths=((Sq,), (Sk,)), p=p) for Sq, Sk in sizes]
-    overlaps = isinstance(config, Sm80Backward) and config.copies_after_scores
     words = [f"D={D}", *([dtype] if dtype == "float32" else []), *uses]
-    words += ["blocks overlap"] if overlaps else []
+    if isinstance(config, Sm80Forward):
+        words += ["lazy rescale"] * config.lazy_rescale
+    else:
+        words += ["blocks overlap"] * config.copies_after_scores
+        words += ["queries in parts"] * (config.query_parts > 1)
     shape = f"B=1 Hk=1, Sq x Sk: {' and '.join(f'{Sq} x {Sk}' for Sq, Sk in sizes)}"
     return attending(f"{name}, {', '.join(words)}", "sm_80", shape, kernel, calls)
 

@@ -25,6 +25,8 @@ from flash4_torch.testing import emulate
 ARCHS = tuple(TARGETS)
 EACH = ("sm_90a", "sm_100a")
 """The architectures whose kernels differ; others run theirs, or `BY_MMA_SYNC`."""
+FAMILIES = (*EACH, "sm_80", "sm_86")
+"""The same, and the kernels by mma.sync with much SMEM and with little."""
 HEADS = ((1, 1), (4, 2), (3, 1))
 
 
@@ -48,10 +50,10 @@ def gradients(results, inputs):
 @pytest.mark.parametrize(
     ("arch", "dtype", "D", "Dv", "flags"),
     one_of(
-        2,
+        4,
         [
             (arch, *call)
-            for arch in EACH
+            for arch in FAMILIES
             for call in (
                 (torch.bfloat16, 32, 32, {}),
                 (torch.float16, 32, 16, {"causal": True}),
@@ -215,11 +217,8 @@ CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "float mask": ({"attn_mask": torch.linspace(-2, 2, 90 * 150).view(90, 150).sin().bfloat16()}, 2),
     "dropout": ({"causal": True, "dropout_p": 0.3}, 1),
 }
-EACH_CALL = pytest.mark.parametrize(
-    ("arch", "call"),
-    [("sm_90a", call) for call in one_of(2, list(CALLS))]
-    + [("sm_100a", call) for call in one_of(4, list(CALLS))],
-)
+# "causal" and "dropout" on Hopper, and one on each of the others.
+EACH_CALL = pytest.mark.parametrize(("arch", "call"), one_of(5, list(product(FAMILIES, CALLS))))
 SIZES = {"B": 2, "Sq": 90, "Sk": 150, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}
 
 
@@ -300,7 +299,7 @@ def test_gqa_is_repeated_keys(arch, call):
         torch.testing.assert_close(a, b, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("arch", one_of(2, EACH[::-1]))
+@pytest.mark.parametrize("arch", one_of(4, FAMILIES[::-1]))
 @settings(max_examples=examples(1, 3))
 @given(shift=st.sampled_from([-3.0, 0.5, 7.0]), causal=st.booleans())
 def test_a_shift_of_all_scores_moves_only_lse(arch, shift, causal):
@@ -313,7 +312,7 @@ def test_a_shift_of_all_scores_moves_only_lse(arch, shift, causal):
     torch.testing.assert_close(lse + shift, shifted_lse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("arch", EACH)
+@pytest.mark.parametrize("arch", one_of(2, ("sm_100a", "sm_90a", "sm_80", "sm_86")))
 @settings(max_examples=examples(2, 4))
 @given(
     q_lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash4_torch
-from everything import EVERYTHING, examples, one_of
+from everything import examples, one_of
 from flash4_torch import env, testing
 from flash4_torch.backends.compiled import masks
 from flash4_torch.configs import sm90_backward
@@ -28,10 +28,11 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SIZES = {"B": 2, "Sq": 90, "Sk": 150, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}
 BIAS = torch.linspace(-2, 2, 90 * 150).view(90, 150).sin()
-ARCHS = ("sm_90a", "sm_100a")
+ARCHS = ("sm_90a", "sm_100a", "sm_80", "sm_86")
+"""Hopper, Blackwell, and the kernels by mma.sync with much SMEM and with little."""
 # CI tries a law on one architecture, and the laws take turns.
-HOPPER_FIRST = pytest.mark.parametrize("arch", one_of(2, ARCHS))
-BLACKWELL_FIRST = pytest.mark.parametrize("arch", one_of(2, ARCHS[::-1]))
+BLACKWELL_FIRST = pytest.mark.parametrize("arch", one_of(4, ("sm_100a", "sm_90a", "sm_80", "sm_86")))
+SMALL_AMPERE_FIRST = pytest.mark.parametrize("arch", one_of(4, ARCHS[::-1]))
 # The arguments that a call can use, and how many kernels its backward launches.
 CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "full": ({}, 3),
@@ -72,9 +73,8 @@ def gradients(results: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor
 
 @pytest.mark.parametrize(
     ("arch", "name"),
-    # "wide heads", "negative scale" and "dropout" on the one, "full" and "float mask" on the other.
-    [("sm_90a", name) for name in (CALLS if EVERYTHING else list(CALLS)[3::6])]
-    + [("sm_100a", name) for name in one_of(12, list(CALLS))],
+    # "full" and "gradient of a mask" on Hopper, and one call on each of the others.
+    one_of(13, list(product(ARCHS, CALLS))),
 )
 def test_gradients(arch: str, name: str) -> None:
     call, launches = CALLS[name]
@@ -203,7 +203,7 @@ def test_linear_in_the_gradient_of_out(arch: str) -> None:
             assert all(torch.equal(a, factor * b) for a, b in zip(scaled, once, strict=True))
 
 
-@HOPPER_FIRST
+@SMALL_AMPERE_FIRST
 def test_gqa_is_repeated_keys(arch: str) -> None:
     torch.manual_seed(0)
     (q, k, v), kwargs = drawn(B=1, causal=True)

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import flash4_torch
 from flash4_torch import testing
 from flash4_torch.backends import flex as backends
-from flash4_torch.backends.flex import totals
+from flash4_torch.backends.compiled import TARGETS, Target
+from flash4_torch.backends.flex import compiled, totals
 from flash4_torch.compile import Key
 from flash4_torch.configs.types import Features, Mods
 from flash4_torch.errors import BackendError, Flash4Error, RangeError
@@ -103,6 +104,33 @@ def test_what_kernels_lack_is_said(arch: str, monkeypatch: pytest.MonkeyPatch) -
     assert reasons(lambda score, b, h, i, j: score**2, **gradients) == ""
     assert "exp in float64" in reasons(lambda score, b, h, i, j: score * doubles[i].exp())
     assert "serves up to 256" in reasons(lambda score, b, h, i, j: score * i, D=264)
+
+
+@given(
+    target=st.sampled_from(list(TARGETS.values())),
+    heads=st.tuples(*2 * [st.sampled_from([64, 96, 128, 192, 200, 256])]),
+    changes=st.fixed_dictionaries(dict.fromkeys(("dropout", "softcap", "deterministic"), st.booleans())),
+)
+def test_what_is_not_refused_has_kernels(
+    target: Target, heads: tuple[int, int], changes: dict[str, bool]
+) -> None:
+    """Functions take registers: not all that has gradients without them has some with them."""
+    found = problem(lambda score, b, h, i, j: score * i)
+    for is_backward in (False, True):
+        spec = found.spec._replace(
+            dtype=torch.bfloat16,
+            D=heads[0],
+            Dv=heads[1],
+            capability=target.capability,
+            backward=is_backward,
+            **changes,
+        )
+        call = found._replace(spec=spec, softcap=3.0 * changes["softcap"])
+        refused = compiled.why_not_kernels(target, call)
+        if not refused:
+            assert compiled.chosen_backward(target, call, 8) if is_backward else compiled.chosen(target, call)
+        else:
+            assert is_backward and f"D is {heads[0]} and Dv is {heads[1]}" in refused[0]
 
 
 def test_flex_support_tells_who_serves() -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 import pytest
-import torch
 
 import compiled_files
 import cubin
 from everything import one_of
-from flash4_torch.backends.flex.compiled import derivative_of
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm80_backward
-from flash4_torch.configs.types import Features, Mods, Sm80Backward
-from flash4_torch.flex.attention import traced
+from flash4_torch.configs.types import Features, Sm80Backward
+from flex_mods import of_kernels
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -24,6 +22,9 @@ LARGE, SMALL = sm80_backward.LARGE, sm80_backward.SMALL
 TABLES = {"sm_80": LARGE, "sm_86": SMALL, "sm_89": SMALL, "sm_90a": LARGE, "sm_120a": SMALL}
 """The table of each architecture; sm_87, sm_121a and, on request, sm_100a have others'."""
 HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (40, 24))
+DTYPES = ("bfloat16", "float16")
+BETWEEN = ((72, 72), (80, 80), (104, 104), (112, 112))
+"""Heads that are narrower than those their row is made for."""
 CAUSAL = {"right": True}
 WINDOW = {"left": True, "right": True}
 SOFTCAP = {"softcap": True, "scaled": True}
@@ -50,22 +51,7 @@ USES: tuple[dict[str, object], ...] = (
 Kernel = tuple[Features, Sm80Backward]
 
 
-def functions() -> Iterator[Mods]:
-    """Functions of a score with gradients of captured tensors, with none, with a mask; and a mask alone."""
-    q, slopes, table = torch.empty(1, 64, 2, 64), torch.ones(2), torch.ones(64)
-    for score_mod, mask_mod, wanted in (
-        (lambda s, b, h, i, j: s + table[(i - j).clamp(0, 63)], None, (True,)),
-        (lambda s, b, h, i, j: 30 * torch.tanh(s / 30), None, ()),
-        (lambda s, b, h, i, j: s + slopes[h] * (j - i), lambda b, h, i, j: (i - j) % 3 < 2, (True,)),
-        (None, lambda b, h, i, j: (i - j) % 3 < 2, ()),
-    ):
-        mods = traced(q, q, score_mod, mask_mod)
-        derivative = derivative_of(mods.score_mod, wanted).text() if score_mod else ""
-        for blocks in ("", "rows"):
-            yield Mods(mods.score_mod, mods.mask_mod, blocks, derivative)
-
-
-FUNCTIONS = tuple(functions())
+FUNCTIONS = tuple(of_kernels(gradients=True))
 
 
 DROPOUT = {"dropout": True, "scaled": True}
@@ -79,38 +65,57 @@ WHOLE = Features("bfloat16", 112, 112, dropout=True)
 """Features of a kernel that spills for sm_80 if blocks overlap and Sk fills its tiles."""
 
 
-def reachable(table: sm80_backward.Table) -> Iterator[Kernel]:
-    """Kernels that calls with these head sizes and features can ask for, with alternating dtypes."""
-    dtypes = cycle(("bfloat16", "float16"))
+def reachable(arch: str) -> Iterator[Kernel]:
+    """Kernels that calls with these head sizes and features can ask for.
+
+    Of GPUs with kernels of their own not those that serve on request only, but for the first ones.
+    """
+    table, has_others = TABLES[arch], arch == "sm_90a"
+    # Of parts of queries those without a ragged end have as few registers.
+    yield from (k for k in _of_heads(table, HEADS) if k[1].ragged_k or k[1].query_parts > 1)
+    yield from (k for k in _of_functions(table) if k[1].ragged_k)
+    if not has_others:
+        yield from _of_heads(table, BETWEEN)
+        yield from (k for k in _of_heads(table, HEADS) if not k[1].ragged_k)
+        yield from (k for k in _of_functions(table) if not k[1].ragged_k)
+        yield from _of_heads(table, HEADS, DTYPES[::-1])
+
+
+def _of_heads(
+    table: sm80_backward.Table, heads: Sequence[tuple[int, int]], dtypes: Sequence[str] = DTYPES
+) -> Iterator[Kernel]:
+    """Kernels with every use; the dtypes take turns."""
+    turns = cycle(dtypes)
     for uses in USES:
-        for D, Dv in HEADS:
-            features = Features(next(dtypes), D, Dv)._replace(**uses)
+        for D, Dv in heads:
+            features = Features(next(turns), D, Dv)._replace(**uses)
             yield from _of(table, features)
             for tf32 in (False, True):
                 yield from _of(table, features._replace(dtype="float32", tf32=tf32))
+
+
+def _of_functions(table: sm80_backward.Table) -> Iterator[Kernel]:
     for mods in FUNCTIONS:
-        for D, Dv in HEADS[:5]:
+        for D, Dv in HEADS[:6]:
             for uses in ({}, {"dropout": True, **CAUSAL}, {**SOFTCAP, **WINDOW}):
-                scaled = bool(mods.score_mod) or "softcap" in uses
+                scaled = mods.makes_large_scores or "softcap" in uses
                 features = Features("bfloat16", D, Dv)._replace(**uses)
                 yield from _of(table, features._replace(scaled=scaled, mods=mods))
 
 
 def _of(table: sm80_backward.Table, features: Features) -> Iterator[Kernel]:
     if not table.limits(features):
-        # Of parts of queries those without a ragged end have as few registers.
-        configs = table.reachable(features)
-        yield from ((features, c) for c in configs if c.ragged_k or c.query_parts > 1)
+        yield from ((features, config) for config in table.reachable(features))
 
 
 def everything(arch: str) -> list[Key]:
     """The kernels of an architecture, which do not spill."""
-    return [Key(ENTRY, kernel, arch) for kernel in reachable(TABLES[arch])]
+    return list(dict.fromkeys(Key(ENTRY, kernel, arch) for kernel in reachable(arch)))
 
 
 def keys() -> list[Key]:
     """All kernels that are compiled."""
-    found = [key for arch in TABLES for key in one_of(112, everything(arch))] + one_of(16, parts())
+    found = one_of(331, [key for arch in TABLES for key in everything(arch)]) + one_of(64, parts())
     tight = [Key(ENTRY, (features, SMALL.config(features)), arch) for features, arch in TIGHT]
     tight.append(Key(ENTRY, (WHOLE, LARGE.config(WHOLE, ragged_k=False)), "sm_80"))
     return list(dict.fromkeys([*found, *tight]))
@@ -118,8 +123,7 @@ def keys() -> list[Key]:
 
 def parts() -> list[Key]:
     """Kernels with parts of queries, which have hardly a register to spare."""
-    kernels = ((arch, kernel) for arch, table in TABLES.items() for kernel in reachable(table))
-    return [Key(ENTRY, kernel, arch) for arch, kernel in kernels if kernel[1].query_parts > 1]
+    return [key for arch in TABLES for key in everything(arch) if key.static[1].query_parts > 1]
 
 
 KEYS = keys()

@@ -23,6 +23,7 @@ from kernel_runs import (
     unseen_keys_have_no_gradient,
 )
 from kernel_traits import few
+from sm80_kernels import backwards
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -161,6 +162,7 @@ ALWAYS = (
     "float32: TF32",
     "float32: varlen",
 )
+PLACED = backwards()
 FEW = few(STATICS, *ALWAYS)
 
 
@@ -170,6 +172,15 @@ FEW = few(STATICS, *ALWAYS)
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
     gradients_are_right(STATICS[name], data)
+
+
+@pytest.mark.parametrize("name", one_of(53, list(PLACED)))
+@settings(max_examples=examples(2, 3), phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(data=st.data())
+def test_every_config_of_the_tables(name: str, data: st.DataObject) -> None:
+    """Whatever a table takes is right on a GPU that the table is for."""
+    arch, kernel = PLACED[name]
+    gradients_are_right(kernel, data, arch)
 
 
 # CI compiles the first one anyway.

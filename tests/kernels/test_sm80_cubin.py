@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 import pytest
@@ -13,6 +13,7 @@ from everything import one_of
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm80
 from flash4_torch.configs.types import Features, Sm80Forward
+from flex_mods import of_kernels
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -26,6 +27,10 @@ TABLES = {
 }
 """The table of each architecture; sm_87, sm_121a and, on request, sm_100a have others'."""
 HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (40, 24))
+WIDE = ((320, 320), (384, 384), (512, 512))
+DTYPES = ("bfloat16", "float16")
+BETWEEN = ((72, 72), (80, 80), (104, 104), (112, 112))
+"""Heads that are narrower than those their row is made for."""
 CAUSAL = {"right": True}
 WINDOW = {"left": True, "right": True}
 SOFTCAP = {"softcap": True, "scaled": True}
@@ -42,6 +47,7 @@ USES: tuple[dict[str, object], ...] = (
     {"mask": "bool", "sinks": "float16", **CAUSAL},
     {"mask": "float16", "scaled": True, **SOFTCAP},
 )
+FUNCTIONS = tuple(of_kernels(gradients=False))
 Kernel = tuple[Features, Sm80Forward]
 FULL = tuple(
     (Features(dtype, 128, 128, **uses), Sm80Forward(4, 2, 64, 1, lazy_rescale=True, pack_gqa=pack))
@@ -52,39 +58,78 @@ EXACT = Features("float32", 128, 128, right=True)
 PACKED = EXACT._replace(right=False, varlen=True)
 """Three products, 128 columns: O spills without branches around some of its chunks, for sm_120a, and for
 sm_80 next to packed sequences."""
+FEW_ROWS = Features("bfloat16", 256, 256)
+TF32 = Features("float32", 112, 112, tf32=True, mask="float32", dropout=True, sinks="float32")._replace(
+    large_softcap=True, **SOFTCAP, **WINDOW
+)
+"""They spill for sm_86 with a kernel for whole blocks, and for sm_120a with 32 keys."""
 SPILLS = Features("bfloat16", 128, 128, mask="float32", scaled=True), Sm80Forward(4, 2, 64, 1)
 
 
 def reachable(table: sm80.Table) -> Iterator[Kernel]:
-    """Kernels that calls with these head sizes and features can ask for, with alternating dtypes."""
-    dtypes = cycle(("bfloat16", "float16"))
+    """Kernels that calls with these head sizes and features can ask for.
+
+    Of GPUs with kernels of their own not those that serve on request only, but for the first ones.
+    """
+    yield from _of_heads(table, HEADS)
+    yield from _of_heads(table, WIDE)
+    if table is not sm80.ON_REQUEST:
+        yield from _of_heads(table, BETWEEN)
+        yield from _whole(table)
+        yield from _of_functions(table)
+        yield from _of_heads(table, HEADS, DTYPES[::-1])
+
+
+def _of_heads(
+    table: sm80.Table, heads: Sequence[tuple[int, int]], dtypes: Sequence[str] = DTYPES
+) -> Iterator[Kernel]:
+    """Kernels with every use; the dtypes take turns."""
+    turns = cycle(dtypes)
     for uses in USES:
-        for D, Dv in HEADS:
-            features = Features(next(dtypes), D, Dv)._replace(**uses)
+        for D, Dv in heads:
+            features = Features(next(turns), D, Dv)._replace(**uses)
             yield from _of(table, features)
             for tf32 in (False, True):
                 yield from _of(table, features._replace(dtype="float32", tf32=tf32))
 
 
-def _of(table: sm80.Table, features: Features) -> Iterator[Kernel]:
+def _whole(table: sm80.Table) -> Iterator[Kernel]:
+    """Kernels whose Sk ends with a block, with few features, whose loops differ most by it."""
+    for uses in ({}, CAUSAL, {"dropout": True}, {"mask": "bool"}):
+        for D, Dv in (*HEADS, *BETWEEN):
+            yield from _of(table, Features("bfloat16", D, Dv)._replace(**uses), ragged_k=False)
+
+
+def _of_functions(table: sm80.Table) -> Iterator[Kernel]:
+    for mods in FUNCTIONS:
+        for D, Dv in HEADS[:6]:
+            for uses in ({}, {"dropout": True, **CAUSAL}, {**SOFTCAP, **WINDOW, "sinks": "bfloat16"}):
+                scaled = mods.makes_large_scores or "softcap" in uses
+                features = Features("bfloat16", D, Dv)._replace(**uses)
+                yield from _of(table, features._replace(scaled=scaled, mods=mods))
+
+
+def _of(table: sm80.Table, features: Features, ragged_k: bool = True) -> Iterator[Kernel]:
     if not table.limits(features):
         for config in table.reachable(features, 8):
-            if config.pack_gqa in (1, 8) and config.ragged_k:
+            if config.pack_gqa in (1, 8) and config.ragged_k == ragged_k:
                 yield features, config
 
 
 def keys() -> list[Key]:
     """All kernels that are compiled; the last one spills."""
-    found = [key for arch in TABLES for key in one_of(151, everything(arch))]
+    found = one_of(479, [key for arch in TABLES for key in everything(arch)])
     full = [Key(ENTRY, kernel, arch) for kernel in FULL for arch in ("sm_80", "sm_90a")]
     full.append(Key(ENTRY, (EXACT, sm80.SMALL.forward(EXACT, 4096, 4095)), "sm_120a"))
+    full.append(Key(ENTRY, (FEW_ROWS, sm80.SMALL.forward(FEW_ROWS, 64, 4096)), "sm_86"))
+    full.append(Key(ENTRY, (TF32, sm80.SMALL.forward(TF32, 4096, 4095)), "sm_120a"))
     full.append(Key(ENTRY, (PACKED, sm80.LARGE.forward(PACKED, 4096, 4095)), "sm_80"))
     return list(dict.fromkeys([*found, *full, Key(ENTRY, SPILLS, "sm_80")]))
 
 
 def everything(arch: str) -> list[Key]:
     """The kernels of an architecture that do not spill."""
-    return [Key(ENTRY, kernel, arch) for kernel in reachable(TABLES[arch])]
+    return list(dict.fromkeys(Key(ENTRY, kernel, arch) for kernel in reachable(TABLES[arch])))
 
 
 KEYS = keys()

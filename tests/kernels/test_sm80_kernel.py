@@ -17,6 +17,7 @@ from kernel_calls import drawn
 from kernel_calls import static as static_of
 from kernel_runs import blind_rows_are_zero, is_right, run, sequences_are_alone
 from kernel_traits import few
+from sm80_kernels import forwards
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -130,6 +131,7 @@ FLOAT32 = {
     "varlen": static(64, 128, (4, 1, 32, 1), "float32", varlen=True, tf32=True, dropout=True, **WINDOW),
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
+PLACED = forwards()
 FEW = few(STATICS, "no tail", "eight warps, narrow chunks", "float32: packed", "float32: shared rows, TF32")
 
 
@@ -139,6 +141,15 @@ FEW = few(STATICS, "no tail", "eight warps, narrow chunks", "float32: packed", "
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
     is_right(STATICS[name], data)
+
+
+@pytest.mark.parametrize("name", one_of(98, list(PLACED)))
+@settings(max_examples=examples(2, 3), phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(data=st.data())
+def test_every_config_of_the_tables(name: str, data: st.DataObject) -> None:
+    """Whatever a table takes is right on a GPU that the table is for."""
+    arch, kernel = PLACED[name]
+    is_right(kernel, data, arch)
 
 
 @pytest.mark.parametrize("p, state", [(0.25, (5, 7)), (0.7, (5, 7, 32, 48, 3, 8, 2))])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash4_torch
-from everything import EVERYTHING
+from everything import EVERYTHING, one_of
 from flash4_torch import env, testing
 from flash4_torch.backends import cpu
 
@@ -49,14 +49,16 @@ BACKENDS = {
     ),
     "tiled": Served({"FLASH4_BACKEND": "tiled"}),
 }
+BY_MMA_SYNC = ("sm_80", "sm_86")
+"""GPUs of one family of kernels, whose tiles differ by the size of SMEM."""
 KERNELS = {
     arch: Served(
         {"FLASH4_BACKEND": "emulator", "FLASH4_ARCH": arch},
-        dtypes=(torch.bfloat16,),
+        dtypes=(torch.bfloat16, torch.float32) if EVERYTHING and arch in BY_MMA_SYNC else (torch.bfloat16,),
         head_sizes=(64,),
         shapes=("full", "causal", "mask", "window") if EVERYTHING else ("full",),
     )
-    for arch in ("sm_90a", "sm_100a")
+    for arch in ("sm_90a", "sm_100a", *one_of(2, BY_MMA_SYNC))
 }
 
 

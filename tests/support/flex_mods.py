@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flash4_torch.backends.flex.compiled import derivative_of
 from flash4_torch.bench.flex_cases import MASKS, MODS, MadeMod, Mod, Sizes, causal
+from flash4_torch.configs.types import Mods
+from flash4_torch.flex.attention import traced
 
-__all__ = ["MASKS", "MODS", "H", "MadeMod", "Mod", "Parts", "Sizes", "causal", "drawn_mask", "torchs"]
+__all__ = [
+    "MASKS",
+    "MODS",
+    "H",
+    "MadeMod",
+    "Mod",
+    "Parts",
+    "Sizes",
+    "causal",
+    "drawn_mask",
+    "of_kernels",
+    "torchs",
+]
 
 H = 4
 """Query heads."""
@@ -81,3 +96,24 @@ def torchs(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod, block_mask: Any) -> 
     scale = 1 / math.sqrt(q.shape[-1])
     out, lse, _ = math_attention(q, k, v, score_mod, block_mask.as_tuple(), scale, {})
     return out, lse * math.log(2)
+
+
+def of_kernels(*, gradients: bool) -> Iterator[Mods]:
+    """Functions of a score with gradients of captured tensors, with none, with a mask; a mask alone; a ramp.
+
+    Each comes without blocks and with them.
+    """
+    q, slopes, table = torch.empty(1, 64, 2, 64), torch.ones(2), torch.ones(64)
+    third: Mod = lambda b, h, i, j: (i - j) % 3 < 2  # noqa: E731
+    alibi: Mod = lambda s, b, h, i, j: s + slopes[h] * (j - i)  # noqa: E731
+    for score_mod, mask_mod, wanted, ramp in (
+        (lambda s, b, h, i, j: s + table[(i - j).clamp(0, 63)], None, (True,), False),
+        (lambda s, b, h, i, j: 30 * torch.tanh(s / 30), None, (), False),
+        (alibi, third, (True,), False),
+        (None, third, (), False),
+        (alibi, None, (True,), True),
+    ):
+        mods = traced(q, q, score_mod, mask_mod)
+        derived = derivative_of(mods.score_mod, wanted).text() if score_mod and gradients else ""
+        for blocks in ("", "rows"):
+            yield Mods(mods.score_mod, mods.mask_mod, blocks, derived, ramp=ramp)

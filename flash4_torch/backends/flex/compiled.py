@@ -246,6 +246,10 @@ def why_not_kernels(target: Target, problem: FlexProblem) -> list[str]:
     """The reasons why the target's kernels cannot serve the problem, on whatever device it is."""
     spec = problem.spec
     why = list(limits(target, plain_problem(problem)))
+    if spec.backward and not why:
+        # Functions take registers that the same call without them leaves.
+        mods = Mods(spec.score_mod, spec.mask_mod, "" if spec.block is None else "rows")
+        why += target.backward_configs.limits(backward.features_of(plain_problem(problem), mods))
     if spec.dtype == torch.float32:
         why.append(f"the dtype is {spec.dtype}, and functions are served in bfloat16 and float16")
     if max(spec.D, spec.Dv) > _WIDEST:
