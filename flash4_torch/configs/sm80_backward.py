@@ -36,7 +36,7 @@ class Row(NamedTuple):
         """The config that serves the features, with rounded weights if they need registers, or None."""
         if features.D > self.D or features.Dv > self.Dv or shared_memory < self.least:
             return None
-        config = self.config._replace(ragged_k=ragged_k)
+        config = _with_tail(features, self.config, ragged_k)
         both = (config._replace(round_weights=rounded) for rounded in (False, True))
         return next((config for config in both if fits(features, config, shared_memory)), None)
 
@@ -210,12 +210,13 @@ def _mask_spills(features: Features) -> bool:
 
 
 def _with_tail(features: Features, config: Sm80Backward, ragged_k: bool) -> Sm80Backward:
-    """The config for a ragged Sk or not. Queries in parts without the loop have one kernel for both, and so
-    have packed sequences with `own_in_regs`: without `ragged_k` they spill 8 and 2 times for sm_80.
+    """The config for a ragged Sk or not. Queries in parts have one kernel for both without the loop, and next
+    to dropout and a band, and so have packed sequences with `own_in_regs`: without `ragged_k` they spill 8, 2
+    to 6, and 2 times.
     """
-    always = (config.query_parts > 1 and not config.scores_by_parts) or (
-        config.own_in_regs and features.varlen
-    )
+    f, c = features, config
+    of_parts = c.query_parts > 1 and (not c.scores_by_parts or (f.dropout and (f.left or f.right)))
+    always = of_parts or (c.own_in_regs and f.varlen)
     return config._replace(ragged_k=ragged_k or always)
 
 
@@ -230,8 +231,8 @@ def _parts_have_registers(features: Features, config: Sm80Backward) -> bool:
     if c.round_weights or f.mask or f.scaled or any(f.mods) or {tile_dim(f.D), tile_dim(f.Dv)} != {64}:
         return False
     if f.dropout:
-        others = f.left or f.right or f.varlen or f.deterministic or f.dropout_of_part
-        return c.scores_by_parts and f.D == f.Dv == 64 and not (c.ragged_k or others)
+        alone = not (f.varlen or f.deterministic or f.dropout_of_part) and f.D == f.Dv == 64
+        return c.scores_by_parts and alone and (f.right or not (f.left or c.ragged_k))
     return c.scores_by_parts or not (f.left or f.right or f.varlen)
 
 
