@@ -61,8 +61,8 @@ _OF_64 = (
     Row(64, 64, None, _Tiles(4, 2, 64, 2),
         "what is read of K and V serves 32 rows: SMEM is read half as much; 48 KiB, two CTAs to an SM"),
     Row(64, 64, None, _Tiles(4, 2, 64, 2, lazy_rescale=True),
-        "dropout: 848 instructions and 42 ldmatrix for 32 x 64 scores, 960 and 74 with 16 rows to a warp; "
-        "4 to 16 spills where O is always rescaled"),
+        "dropout with more: 848 instructions and 42 ldmatrix for 32 x 64 scores, 960 and 74 with 16 rows to a "
+        "warp; 4 to 16 spills where O is always rescaled"),
     Row(64, 64, None, _Tiles(4, 1, 64, 2), "features that need registers: 32 rows of a warp spill"),
 )
 _OF_96 = (
@@ -82,8 +82,9 @@ _TWO_MMAS_OF_128 = (
         "64 KiB, too: at this D 64 keys spill in causal kernels, and with dropout already at D 96"),
 )
 _DROPOUT_AND_MORE = Row(
-    256, 256, None, _Tiles(8, 1, 16, 2), "dropout: 32 keys spill in some kernels"
+    256, 256, None, _Tiles(8, 1, 16, 2), "dropout with more: 32 keys spill in some kernels"
 )
+_WHY_LAZY = "dropout: without a branch around rescaling 2 spills"
 _WHY_SHARED, _WHY_128 = (f"a warp has registers for {n} columns of O" for n in (256, 128))
 _LARGE = (
     *_OF_64,
@@ -96,6 +97,7 @@ _LARGE = (
     Row(256, 256, 64, _Tiles(4, 1, 64, 1), _FEW),
     Row(256, 256, None, _Tiles(8, 1, 64, 1), "128 KiB; two stages have no room"),
     Row(256, 256, None, _Tiles(8, 1, 32, 2), "features that need registers: 64 and 48 keys spill"),
+    Row(256, 256, None, _Tiles(8, 1, 32, 2, lazy_rescale=True), _WHY_LAZY),
     _DROPOUT_AND_MORE,
     Row(384, 384, None, _Tiles(8, 1, 32, 2, column_warps=2), f"148 KiB; {_WHY_SHARED}"),
     Row(512, 512, None, _Tiles(8, 1, 32, 1, column_warps=2), f"132 KiB; {_WHY_SHARED}"),
@@ -110,6 +112,7 @@ _SMALL = (
     Row(192, 192, None, _Tiles(8, 1, 64, 1), "96 KiB: two stages have no room"),
     Row(256, 256, 64, _Tiles(4, 1, 32, 1), _FEW),
     Row(256, 256, None, _Tiles(8, 1, 32, 1), "96 KiB; 64 keys have room only in tiles of 64 rows"),
+    Row(256, 256, None, _Tiles(8, 1, 32, 1, lazy_rescale=True), _WHY_LAZY),
     _DROPOUT_AND_MORE,
     Row(512, 512, None, _Tiles(4, 1, 32, 1, column_warps=2), f"98 KiB; {_WHY_SHARED}"),
 )
@@ -195,7 +198,9 @@ class Table(NamedTuple):
     def _completed(
         self, features: Features, config: Sm80Forward, ragged_k: bool, pack_gqa: int
     ) -> Sm80Forward:
-        f, config = features, config._replace(ragged_k=ragged_k, pack_gqa=pack_gqa)
+        # Dropout alone spills up to 67 times where no branch masks scores.
+        f, ragged_k = features, ragged_k or _drops_many_keys(features, config)
+        config = config._replace(ragged_k=ragged_k, pack_gqa=pack_gqa)
         # Others have eight warps: for sm_80 none spills.
         may_spill = config.warps < 8 or pack_gqa > 1 or (f.varlen and not (f.left or f.right))
         apart = f.is_exact and config.column_warps == 1 and tile_dim(f.Dv) > 64 and may_spill
@@ -219,6 +224,23 @@ ON_REQUEST = LARGE._replace(keeps_chunks_apart=False)
 """The table of GPUs with kernels of their own: on an H200 branches cost 6 to 20 % of a forward."""
 
 
+def _drops_many_keys(features: Features, config: Sm80Forward) -> bool:
+    """Whether it is a kernel of dropout, a band and no other feature, which has registers for 64 keys where
+    others with dropout have none; above 192 columns for 32, next to a branch around rescaling.
+    """
+    f, c, D, Dv = features, config, tile_dim(features.D), tile_dim(features.Dv)
+    others = f.mask or f.softcap or f.sinks or f.varlen or f.scaled or f.dropout_of_part or any(f.mods)
+    if not f.dropout or f.is_float32 or others:
+        return False
+    if c.row_mmas > 1:
+        return D == Dv in (64, 96) and c.keys == 64 and not c.lazy_rescale
+    if c.warps < 8 or c.column_warps > 1:
+        return False
+    if c.lazy_rescale:
+        return Dv > 192 and c.keys == 32
+    return 128 < Dv <= 192 and c.keys == 64
+
+
 def has_registers(features: Features, config: Sm80Forward) -> bool:
     """Whether a thread has registers for it.
 
@@ -226,6 +248,8 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
     """
     if features.is_float32:
         return _has_registers_float32(features, config)
+    if _drops_many_keys(features, config):
+        return True
     f, Dv, keys = features, tile_dim(features.Dv) // config.column_warps, config.own_keys
     if config.column_warps > 1 and Dv > 192 and f.dropout and f.mask and f.softcap:
         return False
@@ -244,6 +268,8 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
         if f.varlen and f.sinks:
             return plain and accumulators <= _ACCUMULATORS_OF_TWO_MMAS_WITH_MORE
         return plain and accumulators <= _ACCUMULATORS_OF_TWO_MMAS
+    if config.lazy_rescale:
+        return False
     if any(f.mods):
         times = _KEYS_WITH_MODS_AND_DROPOUT if f.dropout else _KEYS_WITH_MODS
         return (Dv + times * keys) // 2 <= _ACCUMULATORS_WITH_MODS or keys == _FEWEST_KEYS

@@ -72,6 +72,7 @@ _TABLE = (
         LARGE_BYTES),
     Row(128, 128, _Tiles(8, 2, 64, 2), "112 KiB; with 16 keys to a warp, 4 to 62 spills from 96 columns on"),
     Row(128, 128, _Tiles(8, 2, 64, 1), "80 KiB: two stages have no room"),
+    Row(192, 192, _Tiles(8, 4, 64, 2, key_mmas=2), "162 KiB: Q and dO are read for 32 keys"),
     Row(192, 192, _Tiles(8, 2, 64, 2), "160 KiB: dK and dV of 16 keys fit the registers of two warps"),
     Row(256, 256, _Tiles(8, 4, 64, 1, key_mmas=2),
         "145 KiB: Q and dO are read for 32 keys; on an H200 1.46 to 1.54 times as fast as for 16"),

@@ -86,6 +86,13 @@ class Plan(ForwardPlan):
         return is_lazy and self.row_mmas > 1 and self.stages == 1
 
     @property
+    def makes_keys_anew(self) -> bool:
+        """Whether round keys of dropout are computed in each block: with 32 rows to a warp they have no
+        registers, unless rescaling in a branch leaves some.
+        """
+        return self.features.dropout and self.row_mmas > 1 and not self.config.lazy_rescale
+
+    @property
     def keeps_mask_rows(self) -> bool:
         """Whether a thread's rows of a mask are found once a tile, and words of a bool mask loaded early."""
         return bool(self.features.mask) and not self.scarce
