@@ -126,14 +126,12 @@ _FLOAT32_LARGE = (
     *_FLOAT32_64,
     Row(128, 128, 64, _Tiles(4, 1, 32, 2), _FEW),
     Row(128, 128, None, _Tiles(8, 1, 32, 2), "128 KiB; 64 keys spill with three products"),
-    Row(128, 128, None, _Tiles(8, 1, 16, 2), "features that need registers"),
     Row(192, 192, None, _Tiles(8, 1, 32, 2, column_warps=2), _WHY_128),
     Row(256, 256, None, _Tiles(8, 1, 32, 1, column_warps=2), _WHY_128),
 )
 _FLOAT32_SMALL = (
     *_FLOAT32_64,
     Row(128, 128, None, _Tiles(4, 1, 32, 2), "96 KiB"),
-    Row(128, 128, None, _Tiles(4, 1, 16, 2), "features that need registers"),
     Row(192, 192, None, _Tiles(4, 1, 32, 1, column_warps=2), _WHY_128),
 )
 # fmt: on
@@ -203,8 +201,11 @@ class Table(NamedTuple):
         config = config._replace(ragged_k=ragged_k, pack_gqa=pack_gqa)
         # Others have eight warps: for sm_80 none spills.
         may_spill = config.warps < 8 or pack_gqa > 1 or (f.varlen and not (f.left or f.right))
-        apart = f.is_exact and config.column_warps == 1 and tile_dim(f.Dv) > 64 and may_spill
-        return config._replace(chunks_apart=apart and self.keeps_chunks_apart)
+        apart = self.keeps_chunks_apart and may_spill
+        # Next to these features 32 keys have no registers otherwise, on no GPU: 16 keys take 1.2 times as long.
+        has_more = bool(f.mask or f.softcap or f.dropout or f.sinks)
+        is_wide = f.is_exact and config.column_warps == 1 and tile_dim(f.Dv) > 64
+        return config._replace(chunks_apart=is_wide and (apart or has_more))
 
     def fits(self, features: Features, config: Sm80Forward) -> bool:
         """Whether the GPU has room for it, in shared memory and in registers."""
@@ -233,7 +234,7 @@ def _drops_many_keys(features: Features, config: Sm80Forward) -> bool:
     if not f.dropout or f.is_float32 or others:
         return False
     if c.row_mmas > 1:
-        return D == Dv in (64, 96) and c.keys == 64 and not c.lazy_rescale
+        return D == Dv == 96 and c.keys == 64 and not c.lazy_rescale
     if c.warps < 8 or c.column_warps > 1:
         return False
     if c.lazy_rescale:
@@ -295,7 +296,5 @@ def _has_registers_float32(features: Features, config: Sm80Forward) -> bool:
         return keys <= 32 or not wide
     if not wide:
         return keys <= 32 or not f.dropout
-    plain = not (f.mask or f.softcap or f.dropout or f.sinks)
-    if shared > 1 and f.softcap:
-        return False
-    return keys <= 16 + 16 * plain and not (f.dropout and masked_twice)
+    plain = shared == 1 or not (f.mask or f.dropout or f.sinks)
+    return keys <= 16 + 16 * plain and not (f.dropout and masked_twice) and not (shared > 1 and f.softcap)
