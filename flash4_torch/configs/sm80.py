@@ -84,7 +84,7 @@ _TWO_MMAS_OF_128 = (
 _DROPOUT_AND_MORE = Row(
     256, 256, None, _Tiles(8, 1, 16, 2), "dropout with more: 32 keys spill in some kernels"
 )
-_WHY_LAZY = "dropout: without a branch around rescaling 2 spills"
+_WHY_LAZY = "dropout: up to 16 spills where O is always rescaled; with fewer keys slower than FlashAttention-2"
 _WHY_SHARED, _WHY_128 = (f"a warp has registers for {n} columns of O" for n in (256, 128))
 _LARGE = (
     *_OF_64,
@@ -94,10 +94,11 @@ _LARGE = (
     *_OF_128[1:],
     Row(192, 192, 64, _Tiles(4, 1, 64, 1), _FEW),
     Row(192, 192, None, _Tiles(8, 1, 64, 2), "144 KiB: one CTA to an SM, with one stage as with two"),
+    Row(192, 192, None, _Tiles(8, 1, 64, 2, lazy_rescale=True), _WHY_LAZY),
     Row(256, 256, 64, _Tiles(4, 1, 64, 1), _FEW),
     Row(256, 256, None, _Tiles(8, 1, 64, 1), "128 KiB; two stages have no room"),
     Row(256, 256, None, _Tiles(8, 1, 32, 2), "features that need registers: 64 and 48 keys spill"),
-    Row(256, 256, None, _Tiles(8, 1, 32, 2, lazy_rescale=True), _WHY_LAZY),
+    Row(256, 256, None, _Tiles(8, 1, 64, 1, lazy_rescale=True), _WHY_LAZY),
     _DROPOUT_AND_MORE,
     Row(384, 384, None, _Tiles(8, 1, 32, 2, column_warps=2), f"148 KiB; {_WHY_SHARED}"),
     Row(512, 512, None, _Tiles(8, 1, 32, 1, column_warps=2), f"132 KiB; {_WHY_SHARED}"),
@@ -196,8 +197,8 @@ class Table(NamedTuple):
     def _completed(
         self, features: Features, config: Sm80Forward, ragged_k: bool, pack_gqa: int
     ) -> Sm80Forward:
-        # Dropout alone spills up to 67 times where no branch masks scores.
-        f, ragged_k = features, ragged_k or _drops_many_keys(features, config)
+        # With 32 rows to a warp it spills up to 67 times where no branch masks scores.
+        f, ragged_k = features, ragged_k or (config.row_mmas > 1 and _drops_many_keys(features, config))
         config = config._replace(ragged_k=ragged_k, pack_gqa=pack_gqa)
         # Others have eight warps: for sm_80 none spills.
         may_spill = config.warps < 8 or pack_gqa > 1 or (f.varlen and not (f.left or f.right))
@@ -226,8 +227,8 @@ ON_REQUEST = LARGE._replace(keeps_chunks_apart=False)
 
 
 def _drops_many_keys(features: Features, config: Sm80Forward) -> bool:
-    """Whether it is a kernel of dropout, a band and no other feature, which has registers for 64 keys where
-    others with dropout have none; above 192 columns for 32, next to a branch around rescaling.
+    """Whether it is a kernel of dropout, a band and no other feature, which has registers for more keys than
+    others with dropout; above 192 columns next to a branch around rescaling.
     """
     f, c, D, Dv = features, config, tile_dim(features.D), tile_dim(features.Dv)
     others = f.mask or f.softcap or f.sinks or f.varlen or f.scaled or f.dropout_of_part or any(f.mods)
@@ -235,11 +236,7 @@ def _drops_many_keys(features: Features, config: Sm80Forward) -> bool:
         return False
     if c.row_mmas > 1:
         return D == Dv == 96 and c.keys == 64 and not c.lazy_rescale
-    if c.warps < 8 or c.column_warps > 1:
-        return False
-    if c.lazy_rescale:
-        return Dv > 192 and c.keys == 32
-    return 128 < Dv <= 192 and c.keys == 64
+    return c.lazy_rescale and Dv > 128
 
 
 def has_registers(features: Features, config: Sm80Forward) -> bool:
