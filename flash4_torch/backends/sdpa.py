@@ -55,7 +55,9 @@ class Sdpa(CallsTorch, WithoutWeights):
         right = _bounds(problem)[1]
         if right is not None and right >= problem.extent.Sk > 0:
             # The kernel takes such a bound for none, though it hides keys from early queries if Sq is larger.
-            why.append(f"the window's right bound is {right}, and it serves bounds below Sk={problem.extent.Sk}")
+            why.append(
+                f"the window's right bound is {right}, and it serves those below Sk={problem.extent.Sk}"
+            )
         if spec.dtype not in _DTYPES:
             why.append(f"the dtype is {spec.dtype}, and it serves float16 and bfloat16")
         if max(spec.D, spec.Dv) > _MAX_D:

@@ -61,8 +61,8 @@ _OF_64 = (
     Row(64, 64, None, _Tiles(4, 2, 64, 2),
         "what is read of K and V serves 32 rows: SMEM is read half as much; 48 KiB, two CTAs to an SM"),
     Row(64, 64, None, _Tiles(4, 2, 64, 2, lazy_rescale=True),
-        "dropout: 848 instructions and 42 ldmatrix for 32 x 64 scores, 960 and 74 with 16 rows to a warp; "
-        "4 to 16 spills where O is always rescaled"),
+        "dropout: 848 instructions and 42 ldmatrix for 32 x 64 scores, 960 and 74 with 16 rows to a warp; on "
+        "an H200 1.05 to 1.08 times as fast as where O is always rescaled, which spills in most kernels"),
     Row(64, 64, None, _Tiles(4, 1, 64, 2), "features that need registers: 32 rows of a warp spill"),
 )
 _OF_96 = (
@@ -82,8 +82,9 @@ _TWO_MMAS_OF_128 = (
         "64 KiB, too: at this D 64 keys spill in causal kernels, and with dropout already at D 96"),
 )
 _DROPOUT_AND_MORE = Row(
-    256, 256, None, _Tiles(8, 1, 16, 2), "dropout: 32 keys spill in some kernels"
+    256, 256, None, _Tiles(8, 1, 16, 2), "dropout with more: 32 keys spill in some kernels"
 )
+_WHY_LAZY = "dropout: up to 16 spills where O is always rescaled; with fewer keys 1.2 to 1.5 times as slow"
 _WHY_SHARED, _WHY_128 = (f"a warp has registers for {n} columns of O" for n in (256, 128))
 _LARGE = (
     *_OF_64,
@@ -93,9 +94,11 @@ _LARGE = (
     *_OF_128[1:],
     Row(192, 192, 64, _Tiles(4, 1, 64, 1), _FEW),
     Row(192, 192, None, _Tiles(8, 1, 64, 2), "144 KiB: one CTA to an SM, with one stage as with two"),
+    Row(192, 192, None, _Tiles(8, 1, 64, 2, lazy_rescale=True), _WHY_LAZY),
     Row(256, 256, 64, _Tiles(4, 1, 64, 1), _FEW),
     Row(256, 256, None, _Tiles(8, 1, 64, 1), "128 KiB; two stages have no room"),
     Row(256, 256, None, _Tiles(8, 1, 32, 2), "features that need registers: 64 and 48 keys spill"),
+    Row(256, 256, None, _Tiles(8, 1, 64, 1, lazy_rescale=True), _WHY_LAZY),
     _DROPOUT_AND_MORE,
     Row(384, 384, None, _Tiles(8, 1, 32, 2, column_warps=2), f"148 KiB; {_WHY_SHARED}"),
     Row(512, 512, None, _Tiles(8, 1, 32, 1, column_warps=2), f"132 KiB; {_WHY_SHARED}"),
@@ -110,10 +113,12 @@ _SMALL = (
     Row(192, 192, None, _Tiles(8, 1, 64, 1), "96 KiB: two stages have no room"),
     Row(256, 256, 64, _Tiles(4, 1, 32, 1), _FEW),
     Row(256, 256, None, _Tiles(8, 1, 32, 1), "96 KiB; 64 keys have room only in tiles of 64 rows"),
+    Row(256, 256, None, _Tiles(8, 1, 32, 1, lazy_rescale=True), _WHY_LAZY),
     _DROPOUT_AND_MORE,
     Row(512, 512, None, _Tiles(4, 1, 32, 1, column_warps=2), f"98 KiB; {_WHY_SHARED}"),
 )
 
+_WHY_FEWEST = "TF32 with a floating mask, softcap and dropout: 25 spills of 32 keys for sm_120a"
 _FLOAT32_64 = (
     Row(64, 64, None, _Tiles(4, 2, 32, 2), "TF32: what is read of K and V serves 32 rows; 64 keys spill"),
     Row(64, 64, None, _Tiles(4, 1, 64, 2), "80 KiB; with three products 32 rows of a warp spill"),
@@ -123,14 +128,14 @@ _FLOAT32_LARGE = (
     *_FLOAT32_64,
     Row(128, 128, 64, _Tiles(4, 1, 32, 2), _FEW),
     Row(128, 128, None, _Tiles(8, 1, 32, 2), "128 KiB; 64 keys spill with three products"),
-    Row(128, 128, None, _Tiles(8, 1, 16, 2), "features that need registers"),
+    Row(128, 128, None, _Tiles(8, 1, 16, 2), _WHY_FEWEST),
     Row(192, 192, None, _Tiles(8, 1, 32, 2, column_warps=2), _WHY_128),
     Row(256, 256, None, _Tiles(8, 1, 32, 1, column_warps=2), _WHY_128),
 )
 _FLOAT32_SMALL = (
     *_FLOAT32_64,
     Row(128, 128, None, _Tiles(4, 1, 32, 2), "96 KiB"),
-    Row(128, 128, None, _Tiles(4, 1, 16, 2), "features that need registers"),
+    Row(128, 128, None, _Tiles(4, 1, 16, 2), _WHY_FEWEST),
     Row(192, 192, None, _Tiles(4, 1, 32, 1, column_warps=2), _WHY_128),
 )
 # fmt: on
@@ -195,13 +200,15 @@ class Table(NamedTuple):
     def _completed(
         self, features: Features, config: Sm80Forward, ragged_k: bool, pack_gqa: int
     ) -> Sm80Forward:
-        # Few warps with 256 columns spill 2 times for sm_86 and sm_89 if Sk fills its blocks.
-        always = config.warps < 8 and config.column_warps == 1 and config.keys == 32 and features.Dv > 192
-        f, config = features, config._replace(ragged_k=ragged_k or always, pack_gqa=pack_gqa)
+        f, ragged_k = features, ragged_k or _serves_any_length(features, config)
+        config = config._replace(ragged_k=ragged_k, pack_gqa=pack_gqa)
         # Others have eight warps: for sm_80 none spills.
         may_spill = config.warps < 8 or pack_gqa > 1 or (f.varlen and not (f.left or f.right))
-        apart = f.is_exact and config.column_warps == 1 and tile_dim(f.Dv) > 64 and may_spill
-        return config._replace(chunks_apart=apart and self.keeps_chunks_apart)
+        apart = self.keeps_chunks_apart and may_spill
+        # Next to these 32 keys have no registers otherwise, on no GPU; 16 take 1.2 times as long.
+        has_more = bool(f.mask or f.softcap or f.dropout or f.sinks)
+        is_wide = f.is_exact and config.column_warps == 1 and tile_dim(f.Dv) > 64
+        return config._replace(chunks_apart=is_wide and (apart or has_more))
 
     def fits(self, features: Features, config: Sm80Forward) -> bool:
         """Whether the GPU has room for it, in shared memory and in registers."""
@@ -221,6 +228,28 @@ ON_REQUEST = LARGE._replace(keeps_chunks_apart=False)
 """The table of GPUs with kernels of their own: on an H200 branches cost 6 to 20 % of a forward."""
 
 
+def _serves_any_length(features: Features, config: Sm80Forward) -> bool:
+    """Whether there is one kernel, whether Sk fills its blocks or not: where no branch masks scores, few
+    warps with 256 columns spill 2 times for sm_86 and sm_89, and dropout with 32 rows to a warp 67 times.
+    """
+    f, c = features, config
+    has_few_warps = c.warps < 8 and c.column_warps == 1 and c.keys == 32 and f.Dv > 192
+    return has_few_warps or (c.row_mmas > 1 and _drops_many_keys(f, c))
+
+
+def _drops_many_keys(features: Features, config: Sm80Forward) -> bool:
+    """Whether it is a kernel of dropout, a band and no other feature, which has registers for more keys than
+    others with dropout; above 192 columns next to a branch around rescaling.
+    """
+    f, c, D, Dv = features, config, tile_dim(features.D), tile_dim(features.Dv)
+    others = f.mask or f.softcap or f.sinks or f.varlen or f.scaled or f.dropout_of_part or any(f.mods)
+    if not f.dropout or f.is_float32 or others:
+        return False
+    if c.row_mmas > 1:
+        return D == Dv == 96 and c.keys == 64 and not c.lazy_rescale
+    return c.lazy_rescale and Dv > 128
+
+
 def has_registers(features: Features, config: Sm80Forward) -> bool:
     """Whether a thread has registers for it.
 
@@ -228,6 +257,8 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
     """
     if features.is_float32:
         return _has_registers_float32(features, config)
+    if _drops_many_keys(features, config):
+        return True
     f, Dv, keys = features, tile_dim(features.Dv) // config.column_warps, config.own_keys
     if config.column_warps > 1 and Dv > 192 and f.dropout and f.mask and f.softcap:
         return False
@@ -246,6 +277,8 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
         if f.varlen and f.sinks:
             return plain and accumulators <= _ACCUMULATORS_OF_TWO_MMAS_WITH_MORE
         return plain and accumulators <= _ACCUMULATORS_OF_TWO_MMAS
+    if config.lazy_rescale:
+        return False
     if any(f.mods):
         times = _KEYS_WITH_MODS_AND_DROPOUT if f.dropout else _KEYS_WITH_MODS
         return (Dv + times * keys) // 2 <= _ACCUMULATORS_WITH_MODS or keys == _FEWEST_KEYS
@@ -272,7 +305,5 @@ def _has_registers_float32(features: Features, config: Sm80Forward) -> bool:
         return keys <= (16 if f.float_mask and f.softcap and f.dropout else 32) or not wide
     if not wide:
         return keys <= 32 or not f.dropout
-    plain = not (f.mask or f.softcap or f.dropout or f.sinks)
-    if shared > 1 and f.softcap:
-        return False
-    return keys <= 16 + 16 * plain and not (f.dropout and masked_twice)
+    plain = shared == 1 or not (f.mask or f.dropout or f.sinks)
+    return keys <= 16 + 16 * plain and not (f.dropout and masked_twice) and not (shared > 1 and f.softcap)

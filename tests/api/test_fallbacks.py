@@ -61,7 +61,7 @@ def calls_of_torch(draw: st.DrawFn) -> Problem:
         more, band = more | {"varlen": True}, draw(st.sampled_from([Band(), Band(None, 0)]))
     elif kind == "window":
         dtype, D, more = draw(st.sampled_from(HALF)), min(D, 256), more | {"varlen": True}
-        # Right bounds as large as Sk torch takes for none, which is right where no query comes before the keys.
+        # torch takes right bounds as large as Sk for none, which is right only if Sq is not larger.
         largest = 300 if Sq <= Sk else Sk - 1
         Dv, band = D, Band(draw(st.integers(0, 300)), draw(st.integers(0, largest)))
     if kind in ("plain", "top left", "mask") and draw(st.integers(0, 4)) == 0:

@@ -71,11 +71,18 @@ def make_accumulators(count: int, columns: int) -> tuple[cute.Tensor, ...]:
     return tuple(cute.make_rmem_tensor(ROWS * columns // 32, Float32) for _ in range(count))
 
 
+_ROUND = "cvt.rna.tf32.f32 {$w0}, {$r0};"
+_ROUND_BY_INTEGERS = (
+    "{ .reg .b32 word; mov.b32 word, {$r0}; add.u32 word, word, 0x1000; and.b32 {$w0}, word, 0xffffe000; }"
+)
+"""The same bits in half as many instructions, but 0 of a NaN whose mantissa has ones alone."""
+
+
 def split(words: tuple, exact: bool) -> Split:
-    """Round float32 numbers to TF32; `exact`: and the rest of each."""
+    """Round float32 numbers to TF32; `exact`: and the rest of each, which is NaN where the number is."""
     big = tuple(
         cute.arch.inline_ptx(
-            "cvt.rna.tf32.f32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[word]
+            _ROUND_BY_INTEGERS if exact else _ROUND, write_only_types=[Uint32], read_only_args=[word]
         )
         for word in words
     )

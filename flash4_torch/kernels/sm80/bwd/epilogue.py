@@ -22,8 +22,10 @@ def epilogue(ctx: Context, t: Thread, tile: Tile) -> None:
     cute.arch.sync_threads()
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     if cutlass.const_expr(plan.is_float32):
-        _store_vectors(ctx, t.dV[0], keep_scale, ctx.dv, plan.features.Dv, tile)
-        _store_vectors(ctx, t.dK[0], ctx.params.scale, ctx.dk, plan.features.D, tile)
+        for m in cutlass.range_constexpr(plan.key_mmas):
+            place = ctx.key_warp * plan.key_mmas + m
+            _store_vectors(ctx, t.dV[m], place, keep_scale, ctx.dv, plan.features.Dv, tile)
+            _store_vectors(ctx, t.dK[m], place, ctx.params.scale, ctx.dk, plan.features.D, tile)
     else:
         _store_staged(ctx, t, keep_scale, tile)
 
@@ -32,18 +34,21 @@ def epilogue(ctx: Context, t: Thread, tile: Tile) -> None:
 def _store_vectors(
     ctx: Context,
     gradient: cute.Tensor,
+    place: Int32,
     scale: Float32,
     target: cute.Tensor,
     D: cutlass.Constexpr,
     tile: Tile,
 ) -> None:
-    """Scale a gradient, and store the lane's eight columns of every 32, of both of its keys."""
+    """Scale a gradient of the place-th 16 keys, and store the lane's eight columns of every 32, of both
+    keys.
+    """
     plan = ctx.plan
     for i in cutlass.range_constexpr(cute.size(gradient)):
         gradient[i] = gradient[i] * scale
     first_column = ctx.column_warp * (cute.size(gradient) * WARP // warp_mma.ROWS)
     for half in cutlass.range_constexpr(2):
-        row = ctx.key_warp * warp_mma.ROWS + ctx.lane // warp_mma.LANES + 8 * half
+        row = place * warp_mma.ROWS + ctx.lane // warp_mma.LANES + 8 * half
         j = tile.index * plan.keys + row
         if j < tile.Sk:
             own = target

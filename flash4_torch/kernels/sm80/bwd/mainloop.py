@@ -170,8 +170,8 @@ def _store(ctx: Context, own: BlockState, weights: list[cute.Tensor], target: cu
     plan = ctx.plan
     for m, numbers in enumerate(weights):
         if plan.is_float32:
-            row = ctx.column_warp * plan.own_queries
-            warp_tf32.store_columns(numbers, target, row, first_key(ctx), ctx.lane)
+            row, key = ctx.column_warp * plan.own_queries, first_key(ctx) + m * warp_mma.ROWS
+            warp_tf32.store_columns(numbers, target, row, key, ctx.lane)
         elif plan.stores_by_address:
             column, part = first_query(ctx, own), plan.part_queries
             to = warp_mma.target(target, first_key(ctx), ctx.lane, column=column, part=part)
@@ -208,10 +208,11 @@ def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cu
     """
     plan = ctx.plan
     if plan.is_float32:
-        left = warp_tf32.from_columns(weights, first_key(ctx), ctx.lane)
+        keys = [first_key(ctx) + m * warp_mma.ROWS for m in range(plan.key_mmas)]
+        left = tuple(warp_tf32.from_columns(weights, key, ctx.lane) for key in keys)
         columns = cute.size(rows, mode=[1]) // 2 // plan.column_warps
         right = warp_tf32.Columns(rows, ctx.column_warp * columns)
-        warp_tf32.accumulate(sums, (), (left,), right, ctx.lane, plan.tf32_method)
+        warp_tf32.accumulate(sums, (), left, right, ctx.lane, plan.tf32_method)
     else:
         queries, firsts = plan.queries, [Int32(0)]
         if plan.own_in_regs:

@@ -261,7 +261,7 @@ class Plan(BackwardPlan):
         assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
         assert not (f.is_float32 and any(f.mods)) and (f.is_float32 or not f.tf32)
         assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
-        assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and (f.is_float32 or (f.mask and f.dropout)))
+        assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and f.mask and f.dropout)
         strips = self.key_mmas * self.part_strips
         assert c.query_parts == 1 or (self.part_queries % dropout.STRIP == 0 and not f.is_float32)
         assert c.query_parts == 1 or not f.dropout or strips % 2 == 0, "a word has bits of two strips"

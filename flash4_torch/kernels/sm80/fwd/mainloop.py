@@ -390,11 +390,12 @@ def _generate_keep_bits(ctx: Context, work: TileState, n: Int32) -> None:
     head = tile.batch * ctx.lse.shape[0 if plan.features.varlen else 1] + tiles.query_head(ctx, tile)
     first, key = work.first + ctx.row_warp * plan.warp_rows, n * plan.keys + _first_key(ctx)
     cute.arch.sync_warp()  # the bits of the block before have been taken
+    philox = work.philox.with_keys_anew() if plan.makes_keys_anew else work.philox
     # Shared strips of float32 spill 13 times (D 128 in TF32 with a bool mask and softcap, sm_86).
     for base, lanes in dropout.passes(count, may_share=not plan.is_float32):
         slot = base + ctx.lane // lanes
         m, strip = slot // strips, Uint32(slot % strips)
-        rows = dropout.QueryRows.at(work.philox, first + m * warp_mma.ROWS, head, ctx.lane)
+        rows = dropout.QueryRows.at(philox, first + m * warp_mma.ROWS, head, ctx.lane)
         keep_bits = ctx.sKeepBits[None, None, m, ctx.warp]
         if cutlass.const_expr(lanes == dropout.SHARED_LANES):
             rows.generate_shared(key, strip, keep_bits, strip, ctx.lane, slot < count)

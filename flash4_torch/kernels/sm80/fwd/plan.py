@@ -83,7 +83,14 @@ class Plan(ForwardPlan):
     def scarce(self) -> bool:
         """Whether O and S leave so few registers that addresses are kept, and scores computed by parts."""
         is_lazy = self.config.lazy_rescale and not self.is_float32
-        return is_lazy and self.row_mmas > 1 and self.stages == 1
+        return is_lazy and self.stages == 1
+
+    @property
+    def makes_keys_anew(self) -> bool:
+        """Whether round keys of dropout are computed in each block: with 32 rows to a warp they have no
+        registers, unless rescaling in a branch leaves some.
+        """
+        return self.features.dropout and self.row_mmas > 1 and not self.config.lazy_rescale
 
     @property
     def keeps_mask_rows(self) -> bool:
