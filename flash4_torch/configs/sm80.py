@@ -285,8 +285,10 @@ def has_registers(features: Features, config: Sm80Forward) -> bool:
     if f.dropout:
         fits = (Dv + 3 * keys) // 2 <= _ACCUMULATORS_AND_KEYS
         return fits and not ((f.float_mask or (f.mask and f.softcap)) and Dv > 128 and keys > 16)
-    if f.float_mask and f.right and config.warps < 8 and Dv > 128 and keys > 32:
-        return False  # each warp copies twice as many rows: 6 and 13 spills
+    if f.float_mask and f.right and (config.warps < 8 or config.kv_stages == 1) and Dv > 128 and keys > 32:
+        return False  # 6 and 13 spills; four warps copy twice as many rows each
+    if f.float_mask and f.softcap and Dv > 192 and keys > 16:
+        return False  # 8 spills for sm_80
     if f.right and not f.left and config.warps < 8 and Dv > 192 and keys == 32:
         return False  # 8 and 10 spills for sm_86 and sm_89
     more = f.float_mask or f.softcap or (f.varlen and f.sinks)
