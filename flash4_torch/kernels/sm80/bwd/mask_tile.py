@@ -49,7 +49,8 @@ def load_mask(ctx: Context, tile: Tile, head: Int32, block: Block, visit: Visit,
     mask, each = ctx.mask.values, VECTOR // ctx.plan.mask_bytes
     place = within(tile.batch, mask.shape[0]), within(head, mask.shape[1])
     if visit.i < visit.count:
-        if is_aligned(mask, each, along=2):
+        # One key stands for all.
+        if (mask.shape[2] > 1) & is_aligned(mask, each, along=2):
             _copy_vectors(ctx, place, tile, block, stage)
         else:
             _copy_numbers(ctx, place, tile, block.n, stage)
