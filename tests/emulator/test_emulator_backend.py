@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 import flash4_torch
 from everything import examples, one_of
@@ -297,6 +297,29 @@ def test_gqa_is_repeated_keys(arch, call):
     ours, theirs = attention_of(arch, q, k, v, **kwargs), attention_of(arch, q, *repeated, **kwargs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    one_of(2, [("sm_86", torch.float32), ("sm_80", torch.float16), ("sm_90a", torch.bfloat16)]),
+)
+@settings(max_examples=examples(3, 9))
+@given(shape=st.tuples(*(st.sampled_from([1, n]) for n in (2, 4, 33, 70))))
+@example(shape=(1, 1, 33, 1))
+@example(shape=(1, 1, 1, 70))
+def test_a_mask_may_repeat_any_dimension(arch, dtype, shape):
+    """Gradients, too, are those of the mask with all of its numbers."""
+    torch.manual_seed(0)
+    q, k, v = tensors(dtype, 2, 33, 70, 4, 4, 64, 64)
+    mask = torch.randn(*shape).to(dtype)
+    found = []
+    for attn_mask in (mask, mask.expand(2, 4, 33, 70).contiguous()):
+        with emulate.device(arch, num_sms=3, schedule="late"), testing.poisoned_memory():
+            out, lse = flash4_torch.attention(q, k, v, attn_mask=attn_mask, return_lse=True)
+            found.append((out, lse, *gradients((out, lse), (q, k, v))))
+    eps = torch.finfo(dtype).eps
+    for repeated, full in zip(*found, strict=True):
+        assert (repeated - full).abs().max() <= 4 * eps * full.abs().max()
 
 
 @pytest.mark.parametrize("arch", one_of(4, FAMILIES[::-1]))
