@@ -74,7 +74,7 @@ def _backends() -> Iterator[Case]:
             env.BACKEND,
             "nope",
             call,
-            "one of ['cpu', 'sm90', 'sm100', 'sdpa', 'sm80', 'efficient', 'tiled', 'emulator']",
+            "one of ['cpu', 'sm90', 'sm100', 'sm80', 'sdpa', 'efficient', 'tiled', 'emulator']",
         )
     for value, words in {
         "TILED": "did you mean tiled?",
