@@ -232,11 +232,12 @@ ON_REQUEST = LARGE._replace(keeps_chunks_apart=False)
 
 def _serves_any_length(features: Features, config: Sm80Forward) -> bool:
     """Whether there is one kernel, whether Sk fills its blocks or not: where no branch masks scores, few
-    warps with 256 columns spill 2 times for sm_86 and sm_89, and dropout with 32 rows to a warp 67 times.
+    warps with 256 columns spill 2 times for sm_86 and sm_89, and dropout with 32 rows to a warp 16 to 67.
     """
     f, c = features, config
     has_few_warps = c.warps < 8 and c.column_warps == 1 and c.keys == 32 and f.Dv > 192
-    return has_few_warps or (c.row_mmas > 1 and _drops_many_keys(f, c))
+    drops = f.dropout and c.row_mmas > 1 and not c.lazy_rescale and not (f.left or f.right)
+    return has_few_warps or drops
 
 
 def _drops_many_keys(features: Features, config: Sm80Forward) -> bool:
