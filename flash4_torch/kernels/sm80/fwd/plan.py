@@ -87,8 +87,8 @@ class Plan(ForwardPlan):
 
     @property
     def makes_keys_anew(self) -> bool:
-        """Whether round keys of dropout are computed in each block: next to 32 rows to a warp and 64 keys they
-        have no registers, unless rescaling in a branch leaves some. Next to 32 keys they have.
+        """Whether round keys of dropout are computed in each block: with 32 rows to a warp and 64 keys they
+        have no registers, unless rescaling in a branch leaves some. With 32 keys they have.
         """
         many = self.row_mmas > 1 and self.keys > 32
         return self.features.dropout and many and not self.config.lazy_rescale
