@@ -63,6 +63,10 @@ TIGHT = (
 """Features of kernels that spill without dQ's halves, with rounded weights, and with two warps to 16 keys."""
 WHOLE = Features("bfloat16", 112, 112, dropout=True)
 """Features of a kernel that spills for sm_80 if blocks overlap and Sk fills its tiles."""
+CAUSAL_DROPOUT = Features("bfloat16", 64, 64, right=True, dropout=True)
+"""Features of a kernel that spills for sm_80 unless it is that of a ragged Sk."""
+EXACT = Features("float32", 128, 128, dropout=True)
+"""Features of the kernel whose three products take the most registers."""
 
 
 def reachable(arch: str) -> Iterator[Kernel]:
@@ -117,7 +121,8 @@ def keys() -> list[Key]:
     """All kernels that are compiled."""
     found = one_of(331, [key for arch in TABLES for key in everything(arch)]) + one_of(64, parts())
     tight = [Key(ENTRY, (features, SMALL.config(features)), arch) for features, arch in TIGHT]
-    tight.append(Key(ENTRY, (WHOLE, LARGE.config(WHOLE, ragged_k=False)), "sm_80"))
+    for features in (WHOLE, CAUSAL_DROPOUT, EXACT):
+        tight.append(Key(ENTRY, (features, LARGE.config(features, ragged_k=False)), "sm_80"))
     return list(dict.fromkeys([*found, *tight]))
 
 

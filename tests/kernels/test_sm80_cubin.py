@@ -63,6 +63,10 @@ TF32 = Features("float32", 112, 112, tf32=True, mask="float32", dropout=True, si
     large_softcap=True, **SOFTCAP, **WINDOW
 )
 """They spill for sm_86 with a kernel for whole blocks, and for sm_120a with 32 keys."""
+DROPPED = tuple(Features("bfloat16", D, D, dropout=True) for D in (96, 112, 256))
+"""Dropout alone spills for sm_80 with kernels for whole blocks, and without a branch around rescaling."""
+MASKED = EXACT._replace(mask="bool")
+"""32 keys spill for sm_80 without branches around chunks of O."""
 SPILLS = Features("bfloat16", 128, 128, mask="float32", scaled=True), Sm80Forward(4, 2, 64, 1)
 
 
@@ -123,6 +127,8 @@ def keys() -> list[Key]:
     full.append(Key(ENTRY, (EXACT, sm80.SMALL.forward(EXACT, 4096, 4095)), "sm_120a"))
     full.append(Key(ENTRY, (FEW_ROWS, sm80.SMALL.forward(FEW_ROWS, 64, 4096)), "sm_86"))
     full.append(Key(ENTRY, (TF32, sm80.SMALL.forward(TF32, 4096, 4095)), "sm_120a"))
+    whole = [(f, sm80.LARGE.forward(f, 4096, 4096)) for f in (*DROPPED, MASKED)]
+    full += [Key(ENTRY, kernel, "sm_80") for kernel in whole]
     full.append(Key(ENTRY, (PACKED, sm80.LARGE.forward(PACKED, 4096, 4095)), "sm_80"))
     return list(dict.fromkeys([*found, *full, Key(ENTRY, SPILLS, "sm_80")]))
 
