@@ -587,7 +587,7 @@ def test_groups_in_registers_follow_one_another(rows: int) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=examples(1, 20))
+@settings(max_examples=examples(2, 20))
 def test_a_row_has_the_same_bits_by_wgmma(data: st.DataObject) -> None:
     """Launches that multiply by wgmma have them with one another."""
     kernel = Kernel(INVARIANT["window, softcap, sinks"], 64, FORM._replace(groups=True, wgmma=True))
@@ -616,7 +616,7 @@ INVARIANT_CASES = [(name, arch, cache) for name in INVARIANT for arch in GPUS fo
 
 @pytest.mark.parametrize(("name", "arch", "cache_dtype"), one_of(7, INVARIANT_CASES))
 @given(data=st.data())
-@settings(max_examples=examples(1, 20))
+@settings(max_examples=examples(2, 20))
 def test_a_row_has_the_same_bits_in_any_batch(
     name: str, arch: str, cache_dtype: str, data: st.DataObject
 ) -> None:
