@@ -7,11 +7,12 @@ again. With gradients, the projections and the attention are one node of autogra
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, float32, is_grad_enabled, nn
+from torch import Tensor, float32, float64, is_grad_enabled, nn
 from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
@@ -28,6 +29,8 @@ Signature = tuple[Any, ...]
 
 _MOST = 1024
 """Signatures to remember; when the memory is full, it is cleared."""
+_CHUNK, _SHORTEST, _MANY = 128, 16, 1 << 22
+"""Rows to sum at once if there are `_MANY` numbers or more, and the fewest for which that pays."""
 _WANTS_GRAD = 3
 """Index of `wants_grad` in a signature."""
 _TENSORS = (Tensor, nn.Parameter)
@@ -266,22 +269,44 @@ def _backward(ctx: Any, dy: Tensor | None, dweights: Tensor | None = None) -> tu
         if needs_out_weight:
             dout_weight = dy_rows.t() @ prepared.rows(out).flatten(0, 1)
         if needs_out_bias:
-            dout_bias = dy_rows.sum(0)
+            dout_bias = _sum_of_rows(dy_rows)
         dout = (dy_rows @ out_weight).view(*dy.shape[:2], prepared.num_heads, -1)
         dout = dout if prepared.batch_first else dout.transpose(0, 1)
     if needs_x or needs_weight or needs_bias:
         grads = _attention_grads(prepared.attention, dout, dweights, (out, lse, low), tensors)
-        dqkv = torch.cat([g.reshape(*g.shape[:2], -1) for g in grads], -1)
-        if not prepared.batch_first:
-            dqkv = dqkv.transpose(0, 1)
+        # Autograd keeps what the node saved until it ends; what nobody needs any more is freed at once.
+        del dout
+        parts = [g.reshape(*g.shape[:2], -1) for g in grads]
+        dqkv = torch.cat(parts if prepared.batch_first else [x.transpose(0, 1) for x in parts], -1)
+        del grads, parts
         rows = dqkv.reshape(-1, dqkv.shape[-1])
         if needs_x:
             dx = (rows @ weight).view(x.shape)
         if needs_weight:
             dweight = rows.t() @ x.flatten(0, 1)
         if needs_bias:
-            dbias = rows.sum(0)
+            dbias = _sum_of_rows(rows)
     return dx, dweight, dbias, dout_weight, dout_bias, None, None
+
+
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    """The sum (width,) of rows (R, width), rounded once.
+
+    To sum many rows at once, torch's kernel for GPUs takes partial sums of 130 MiB, of any width: it counts
+    each several times. To sum up to 255 it takes none.
+    """
+    chunk = math.gcd(len(rows), _CHUNK)
+    if not rows.is_cuda or rows.numel() < _MANY or chunk < _SHORTEST:
+        return rows.sum(0)
+    return _sum_in_parts(rows, chunk)
+
+
+def _sum_in_parts(rows: Tensor, chunk: int) -> Tensor:
+    """The same by sums of `chunk` rows each, float32 until the end. A CPU would convert them first."""
+    dtype = rows.dtype
+    while len(rows) > chunk and len(rows) % chunk == 0:
+        rows = rows.unflatten(0, (-1, chunk)).sum(1, dtype=None if dtype is float64 else float32)
+    return rows.sum(0).to(dtype)
 
 
 def _attention_grads(

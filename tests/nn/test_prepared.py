@@ -19,6 +19,7 @@ from flash4_torch import testing
 from flash4_torch.errors import DoubleBackwardError
 from flash4_torch.nn import prepared
 from flash4_torch.nn.contract import Call
+from live_bytes import can_be_counted, peak_of
 from on_cpu import gpu
 
 E, H, N, S = 16, 2, 2, 5
@@ -211,6 +212,42 @@ def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(1, length, E)
         attention(x, x, x)
         assert len(prepared._calls) <= 3
+
+
+@pytest.mark.skipif(not can_be_counted(), reason="the C library does not tell what is allocated")
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_peak_of_a_step_on_a_gpu_is_bounded(batch_first: bool) -> None:
+    """The unit is a tensor as large as the input. While dq is summed there are q, k, v, out, the output,
+    dout, dq, dk, dv, and float32 sums of dq, which are two; parameters' gradients are an eighth."""
+    width, tokens = 64, 2048
+    attention = flash4_torch.MultiheadAttention(width, 1, batch_first=batch_first, dtype=torch.bfloat16)
+    shape = (4, 512, width) if batch_first else (512, 4, width)
+    x, dy = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=i == 0) for i in range(2))
+
+    def step() -> None:
+        out, _ = attention(x, x, x, need_weights=False)
+        torch.autograd.grad(out, [x, *attention.parameters()], dy)
+
+    with gpu() as machine:
+
+        def forget() -> None:
+            machine.launches.clear()
+            machine.backwards.clear()
+
+        for _ in range(3):
+            step()
+        assert is_taken(step)
+        peak = peak_of(step, "/prepared.py", forget)
+    assert 9.0 < peak / (2 * tokens * width) < 11.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("count", "chunk"), [(1, 1), (48, 16), (256, 128), (1024, 128), (16384, 128)])
+def test_rows_are_summed_in_parts(count: int, chunk: int, dtype: torch.dtype) -> None:
+    rows = torch.randn(count, 24, generator=torch.Generator().manual_seed(3)).to(dtype)
+    found, exact = prepared._sum_in_parts(rows, chunk), rows.double().sum(0)
+    assert found.dtype == dtype and found.shape == (24,)
+    torch.testing.assert_close(found, exact.to(dtype), rtol=8e-3 if dtype.itemsize == 2 else 1e-6, atol=1e-4)
 
 
 def test_parameters_that_are_replaced_are_seen() -> None:
