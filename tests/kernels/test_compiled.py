@@ -266,9 +266,10 @@ def test_every_architecture_is_a_target_of_one_backend() -> None:
 
 
 @EACH_TARGET
-def test_torchs_flash_attention_comes_before_kernels_that_were_not_timed_against_it(target: Target) -> None:
+def test_our_kernels_come_before_torchs_flash_attention(target: Target) -> None:
+    """Which serves the same call after them."""
     serving = [name for name, why in dispatch.reasons(problem(target)).items() if not why]
-    assert (serving[0] == "sdpa") == (name_of(target) == "sm80")
+    assert serving[0] == name_of(target) and "sdpa" in serving[1:]
 
 
 @pytest.mark.parametrize("target", [SM90A, SM100A, SM103A], ids=lambda target: target.arch)
