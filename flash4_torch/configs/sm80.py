@@ -62,7 +62,7 @@ _OF_64 = (
         "what is read of K and V serves 32 rows: SMEM is read half as much; 48 KiB, two CTAs to an SM"),
     Row(64, 64, None, _Tiles(4, 2, 64, 2, lazy_rescale=True),
         "dropout: 848 instructions and 42 ldmatrix for 32 x 64 scores, 960 and 74 with 16 rows to a warp; on "
-        "an H200 1.05 to 1.08 times as fast as where O is always rescaled, which spills in most kernels"),
+        "an H200 1.05 to 1.08 times as fast as where O is always rescaled"),
     Row(64, 64, None, _Tiles(4, 1, 64, 2), "features that need registers: 32 rows of a warp spill"),
 )
 _OF_96 = (
@@ -242,7 +242,7 @@ def _serves_any_length(features: Features, config: Sm80Forward) -> bool:
 
 def _drops_many_keys(features: Features, config: Sm80Forward) -> bool:
     """Whether it is a kernel of dropout, a band and no other feature, which has registers for more keys than
-    others with dropout; above 192 columns next to a branch around rescaling.
+    others with dropout; above 128 columns next to a branch around rescaling.
     """
     f, c, D, Dv = features, config, tile_dim(features.D), tile_dim(features.Dv)
     others = f.mask or f.softcap or f.sinks or f.varlen or f.scaled or f.dropout_of_part or any(f.mods)

@@ -267,7 +267,7 @@ def test_every_architecture_is_a_target_of_one_backend() -> None:
 
 @EACH_TARGET
 def test_our_kernels_come_before_torchs_flash_attention(target: Target) -> None:
-    """Which serves the same call after them."""
+    """torch's kernel serves the same call after them."""
     serving = [name for name, why in dispatch.reasons(problem(target)).items() if not why]
     assert serving[0] == name_of(target) and "sdpa" in serving[1:]
 

@@ -49,7 +49,7 @@ def load_mask(ctx: Context, tile: Tile, head: Int32, block: Block, visit: Visit,
     mask, each = ctx.mask.values, VECTOR // ctx.plan.mask_bytes
     place = within(tile.batch, mask.shape[0]), within(head, mask.shape[1])
     if visit.i < visit.count:
-        # One key stands for all.
+        # Where one key stands for all, vectors would make the others 0.
         if (mask.shape[2] > 1) & is_aligned(mask, each, along=2):
             _copy_vectors(ctx, place, tile, block, stage)
         else:
