@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .sections import Section, Workload, bounded_backward
 from .sm80 import LARGE_BYTES, SMALL_BYTES
-from .types import Features, Sm80Backward, tile_dim
+from .types import SHARED_MEMORY, Features, Sm80Backward, tile_dim
 
 _ORDERED, _ORDERED_IF_BOUNDED = 12, 32
 """KV heads of a section of the deterministic backward: those that Hopper was measured with."""
@@ -88,7 +88,8 @@ _FLOAT32 = (
     Row(64, 64, _Tiles(8, 2, 64, 1), "96 KiB: two stages have no room"),
     Row(64, 64, _Tiles(4, 2, 64, 1), "73 KiB: nor have 64 keys and a floating mask"),
     Row(128, 128, _Tiles(8, 4, 64, 1, key_mmas=2),
-        "162 KiB: numbers of Q and dO are split for 32 keys; on an H200 1.15 to 1.2 times as fast as for 16"),
+        "162 KiB, 178 with a floating mask: numbers of Q and dO are split for 32 keys; on an H200 1.15 to 1.2 "
+        "times as fast as for 16"),
     Row(128, 128, _Tiles(8, 4, 64, 1), "112 KiB; two warps to 16 keys 2 to 36 spills"),
 )
 # fmt: on
@@ -108,6 +109,9 @@ _ORDER = 64
 class Table(NamedTuple):
     shared_memory: int
     """Bytes that a CTA may have."""
+    float32_shared_memory: int
+    """The same for float32, which Hopper and Blackwell have no other kernels for; their 16-bit calls that ask
+    for these kernels get those of an A100."""
 
     def backward(
         self,
@@ -131,11 +135,12 @@ class Table(NamedTuple):
 
     def row(self, features: Features, kv_head_rows: int = 0) -> Row:
         """The row that serves a call."""
-        return next(row for row in rows_of(features) if row.config_of(features, self.shared_memory))
+        return next(row for row in rows_of(features) if row.config_of(features, self._bytes_for(features)))
 
     def config(self, features: Features, ragged_k: bool = True) -> Sm80Backward:
         """The config that serves the features, where Sk may end inside a tile or not."""
-        configs = (row.config_of(features, self.shared_memory, ragged_k) for row in rows_of(features))
+        most = self._bytes_for(features)
+        configs = (row.config_of(features, most, ragged_k) for row in rows_of(features))
         return next(config for config in configs if config is not None)
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[Sm80Backward, ...]:
@@ -165,7 +170,7 @@ class Table(NamedTuple):
         if max(f.D, f.Dv) > most:
             which = f"gradients of {f.dtype} " if f.is_float32 else ""
             return [f"D is {f.D} and Dv is {f.Dv}, and it serves {which}up to {most}"]
-        if any(row.config_of(f, self.shared_memory) for row in rows_of(f)):
+        if self._fits_some(f):
             return []
         asked = {
             "softcap": f.softcap,
@@ -190,7 +195,11 @@ class Table(NamedTuple):
         return max(n for n in (0, 64, MAX_FLOAT32_D) if self._fits_some(plain._replace(D=n, Dv=n)))
 
     def _fits_some(self, features: Features) -> bool:
-        return any(row.config_of(features, self.shared_memory) for row in rows_of(features))
+        most = self._bytes_for(features)
+        return any(row.config_of(features, most) for row in rows_of(features))
+
+    def _bytes_for(self, features: Features) -> int:
+        return self.float32_shared_memory if features.is_float32 else self.shared_memory
 
 
 def rows_of(features: Features) -> tuple[Row, ...]:
@@ -198,7 +207,9 @@ def rows_of(features: Features) -> tuple[Row, ...]:
     return _FLOAT32 if features.is_float32 else _TABLE
 
 
-LARGE, SMALL = Table(LARGE_BYTES), Table(SMALL_BYTES)
+LARGE, SMALL = Table(LARGE_BYTES, LARGE_BYTES), Table(SMALL_BYTES, SMALL_BYTES)
+ON_REQUEST = Table(LARGE_BYTES, SHARED_MEMORY)
+"""The table of GPUs with kernels of their own."""
 
 
 def fits(features: Features, config: Sm80Backward, shared_memory: int) -> bool:
@@ -255,6 +266,12 @@ def _own_has_registers(features: Features, config: Sm80Backward) -> bool:
     return not f.mask and (not f.dropout or bare)
 
 
+def _two_mmas_have_registers(features: Features) -> bool:
+    """Whether float32 has registers for two MMAs of keys: 4 spills for sm_90a with dmask and a window."""
+    f = features
+    return not (f.softcap or (f.mask and f.dropout) or (f.is_exact and f.dmask and f.left))
+
+
 def has_registers(features: Features, config: Sm80Backward) -> bool:
     """Whether a thread has registers for it.
 
@@ -262,7 +279,7 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
     """
     f, c = features, config
     if f.is_float32:
-        if c.key_mmas > 1 and (f.mask or f.softcap):
+        if c.key_mmas > 1 and not _two_mmas_have_registers(f):
             return False
         return not (c.round_weights or (f.softcap and f.dropout))
     if c.query_parts > 1:

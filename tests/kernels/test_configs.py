@@ -141,10 +141,11 @@ def test_what_is_not_limited_has_tiles_that_fit(cases: dict[str, Any], table: sm
         assert all(table.fits(features, config) for config in table.reachable(features))
 
 
-@pytest.mark.parametrize("table", [sm80_backward.LARGE, sm80_backward.SMALL], ids=["sm80", "sm86"])
+@pytest.mark.parametrize("name", ["LARGE", "SMALL", "ON_REQUEST"])
 @pytest.mark.parametrize("tf32", [False, True])
-def test_gradients_of_float32_have_tiles_that_fit(tf32: bool, table: sm80_backward.Table) -> None:
-    most = 128 if table is sm80_backward.LARGE else 64
+def test_gradients_of_float32_have_tiles_that_fit(tf32: bool, name: str) -> None:
+    table: sm80_backward.Table = getattr(sm80_backward, name)
+    most = 64 if name == "SMALL" else 128
     for D, uses in itertools.product((8, 64, 72, 128, 136), FLOAT32["uses"]):
         features = BARE._replace(dtype="float32", tf32=tf32, D=D, Dv=D, **uses)
         limits = table.limits(features)
@@ -152,7 +153,7 @@ def test_gradients_of_float32_have_tiles_that_fit(tf32: bool, table: sm80_backwa
         if limits:
             assert limits == [f"D is {D} and Dv is {D}, and it serves gradients of float32 up to {most}"]
         else:
-            assert sm80_backward.fits(features, table.config(features), table.shared_memory)
+            assert sm80_backward.fits(features, table.config(features), table.float32_shared_memory)
 
 
 @given(features(), st.booleans(), st.sampled_from([100, 192, 4096]))

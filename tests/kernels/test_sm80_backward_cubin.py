@@ -19,7 +19,13 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 ENTRY = "flash4_torch.kernels.sm80.bwd.launch:compile_backward"
 LARGE, SMALL = sm80_backward.LARGE, sm80_backward.SMALL
-TABLES = {"sm_80": LARGE, "sm_86": SMALL, "sm_89": SMALL, "sm_90a": LARGE, "sm_120a": SMALL}
+TABLES = {
+    "sm_80": LARGE,
+    "sm_86": SMALL,
+    "sm_89": SMALL,
+    "sm_90a": sm80_backward.ON_REQUEST,
+    "sm_120a": SMALL,
+}
 """The table of each architecture; sm_87, sm_121a and, on request, sm_100a have others'."""
 HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (40, 24))
 DTYPES = ("bfloat16", "float16")

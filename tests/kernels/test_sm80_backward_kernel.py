@@ -151,6 +151,7 @@ FLOAT32 = {
         large_softcap=True,
         scaled=True,
     ),
+    "two MMAs, bool mask": static(128, 72, (8, 4, 64, 1), "float32", key_mmas=2, mask="bool", **CAUSAL),
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
 MASKED = {name: kernel for name, kernel in STATICS.items() if kernel[0].float_mask}
@@ -174,7 +175,7 @@ def test_values(name: str, data: st.DataObject) -> None:
     gradients_are_right(STATICS[name], data)
 
 
-@pytest.mark.parametrize("name", one_of(53, list(PLACED)))
+@pytest.mark.parametrize("name", [*one_of(53, list(PLACED)), *(n for n in PLACED if "sm_90a" in n)])
 @settings(max_examples=examples(2, 3), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_every_config_of_the_tables(name: str, data: st.DataObject) -> None:

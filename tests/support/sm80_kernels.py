@@ -12,6 +12,8 @@ from kernel_calls import Kernel
 
 LARGE, SMALL = ("sm_80",), ("sm_86", "sm_89", "sm_120a")
 """Architectures by the SMEM of a CTA; sm_87 and sm_121a run the code of sm_80 and sm_120a."""
+HOPPER = ("sm_90a",)
+"""Hopper and Blackwell have more than both, for what no other kernels serve there."""
 _BANDS: tuple[dict[str, Any], ...] = ({}, {"right": True}, {"left": True, "right": True})
 _USES: tuple[dict[str, Any], ...] = (
     {},
@@ -50,14 +52,18 @@ def backwards() -> dict[str, Placed]:
     rows = [
         row for dtype in ("bfloat16", "float32") for row in sm80_backward.rows_of(Features(dtype, 64, 64))
     ]
-    for archs, table in ((SMALL, sm80_backward.SMALL), (LARGE, sm80_backward.LARGE)):
+    served: set[Kernel] = set()
+    tables = (SMALL, sm80_backward.SMALL), (LARGE, sm80_backward.LARGE), (HOPPER, sm80_backward.ON_REQUEST)
+    for archs, table in tables:
         found: _Found = {}
         for bare, deterministic in product(_features(rows), (False, True)):
             features = bare._replace(deterministic=deterministic)
             if not table.limits(features):
                 for Sk in (4095, 4096):
                     config = table.backward(features, Sk)
-                    found.setdefault((table.row(features), config), (features, config))
+                    if archs is not HOPPER or (features, config) not in served:
+                        found.setdefault((table.row(features), config), (features, config))
+                    served.add((features, config))
         placed |= _placed(found, archs)
     return placed
 
