@@ -65,6 +65,8 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         cute.arch.cp_async_commit_group()
         load_k(ctx, tile, blocks[i].n, Int32(i), count, Int32(i))
         cute.arch.cp_async_commit_group()
+    for block in blocks:
+        _prefetch_mask(ctx, work, block.n)
     stage, freed = Int32(0), Int32(stages - 1)
     kept = _kept_operands(ctx) if plan.scarce else None
     for i in cutlass.range(count, unroll=1):
@@ -88,6 +90,7 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         cute.arch.sync_threads()
         load_k(ctx, tile, further.n, i + stages, count, stage)
         cute.arch.cp_async_commit_group()
+        _prefetch_mask(ctx, work, further.n)
         if cutlass.const_expr(not plan.shares_rows):
             bases = _mask_scores(ctx, t, work, now[0], words)
         _attend(ctx, t, stage, bases, kept)
@@ -160,6 +163,13 @@ def _mask_words(ctx: Context, work: TileState, n: Int32) -> tuple:
                 for i in range(cute.size(of_row)):
                     of_row[i] = of_row[i] >> Uint32(_first_key(ctx) // 4)
     return words
+
+
+def _prefetch_mask(ctx: Context, work: TileState, n: Int32) -> None:
+    """Bring the lane's rows of a floating mask nearer, which are read when block n's scores are ready."""
+    if ctx.plan.features.float_mask and ctx.plan.keeps_mask_rows:
+        for rows in work.mask:
+            attn_mask.prefetch(ctx.mask, rows, n, ctx.lane)
 
 
 def _first_key(ctx: Context) -> Int32:
