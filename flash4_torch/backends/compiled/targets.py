@@ -254,7 +254,13 @@ TARGETS = {target.arch: target for target in (SM80, SM86, SM87, SM89, SM90A, SM1
 SM80_FAMILY = tuple(target for target in TARGETS.values() if target.forward == SM80.forward)
 """Targets of the kernels by mma.sync, where there are none made for the architecture itself."""
 SM80_ON_REQUEST = tuple(
-    replace(SM80, arch=target.arch, l2_bytes=target.l2_bytes, forward_configs=sm80.ON_REQUEST)
+    replace(
+        SM80,
+        arch=target.arch,
+        l2_bytes=target.l2_bytes,
+        forward_configs=sm80.ON_REQUEST,
+        backward_configs=sm80_backward.ON_REQUEST,
+    )
     for target in TARGETS.values()
     if target not in SM80_FAMILY
 )
