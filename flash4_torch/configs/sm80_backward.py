@@ -1,7 +1,7 @@
 """The tiles of the backward by mma.sync: which to take for which call, and why.
 
-As for the forward (`configs.sm80`) there are two tables, by how much shared memory a CTA may have. The first
-row that admits the call serves it. No GPU of the family has timed any of them: what a row says is what ptxas
+As for the forward (`configs.sm80`) there are tables by how much shared memory a CTA may have, and one for GPUs
+with kernels of their own. The first row that admits the call serves it. No GPU of the family has timed any of them: what a row says is what ptxas
 and an H200 said, and what follows from the sizes of shared memory and of the register file.
 """
 
@@ -17,9 +17,12 @@ _ORDERED, _ORDERED_IF_BOUNDED = 12, 32
 """KV heads of a section of the deterministic backward: those that Hopper was measured with."""
 
 
-MAX_D, MAX_FLOAT32_D = 256, 128
+MAX_D, MAX_FLOAT32_D = 512, 256
+"""The widest heads of all."""
+_NARROW, _NARROW_FLOAT32 = 256, 128
+"""Wider heads than these have rows of their own."""
 MAX_D_WITH_MORE = 192
-"""The widest heads with features for which wider ones have no registers, whatever the tiles."""
+"""The widest of the narrower heads with features for which others have no registers, whatever the tiles."""
 
 
 class Row(NamedTuple):
@@ -91,6 +94,20 @@ _FLOAT32 = (
         "162 KiB, 178 with a floating mask: numbers of Q and dO are split for 32 keys; on an H200 1.15 to 1.2 "
         "times as fast as for 16"),
     Row(128, 128, _Tiles(8, 4, 64, 1), "112 KiB; two warps to 16 keys 2 to 36 spills"),
+    Row(128, 128, _Tiles(8, 4, 32, 1), "73 KiB: 64 queries have no room"),
+)
+_WIDE = (
+    Row(320, 320, _Tiles(8, 4, 64, 1, key_mmas=2),
+        "176 KiB: Q, dO and dQ move once for 64 keys, and of 64 queries and keys there are 1900 ldmatrix; "
+        "with 32 keys 2500"),
+    Row(512, 512, _Tiles(8, 4, 64, 1), "200 KiB, 152 KiB up to 384 columns: dK and dV of 32 keys fit registers"),
+    Row(512, 512, _Tiles(8, 4, 32, 1), "133 KiB, 84 KiB up to 320 columns: 64 queries have no room"),
+    Row(512, 512, _Tiles(4, 4, 32, 1), "99 KiB: nor have 32 keys"),
+)
+_WIDE_FLOAT32 = (
+    Row(256, 256, _Tiles(8, 4, 64, 1), "209 KiB, and 177 KiB up to 128 columns of one of both"),
+    Row(256, 256, _Tiles(8, 4, 32, 1), "136 KiB: 64 queries have no room"),
+    Row(192, 192, _Tiles(2, 2, 32, 1), "80 KiB: nor have 32 keys, and columns of four warps are padded to 256"),
 )
 # fmt: on
 _ACCUMULATORS = {1: 128, 2: 144, 4: 144}
@@ -109,9 +126,8 @@ _ORDER = 64
 class Table(NamedTuple):
     shared_memory: int
     """Bytes that a CTA may have."""
-    float32_shared_memory: int
-    """The same for float32, which Hopper and Blackwell have no other kernels for; their 16-bit calls that ask
-    for these kernels get those of an A100."""
+    shared_memory_unasked: int
+    """The same for calls that GPUs with kernels of their own have no others for: float32 and wide heads."""
 
     def backward(
         self,
@@ -135,13 +151,18 @@ class Table(NamedTuple):
 
     def row(self, features: Features, kv_head_rows: int = 0) -> Row:
         """The row that serves a call."""
-        return next(row for row in rows_of(features) if row.config_of(features, self._bytes_for(features)))
+        return next(row for row in rows_of(features) if row.config_of(features, self.memory(features)))
 
     def config(self, features: Features, ragged_k: bool = True) -> Sm80Backward:
         """The config that serves the features, where Sk may end inside a tile or not."""
-        most = self._bytes_for(features)
-        configs = (row.config_of(features, most, ragged_k) for row in rows_of(features))
+        memory = self.memory(features)
+        configs = (row.config_of(features, memory, ragged_k) for row in rows_of(features))
         return next(config for config in configs if config is not None)
+
+    def memory(self, features: Features) -> int:
+        """Bytes of shared memory that a CTA may have."""
+        unasked = features.is_float32 or is_wide(features)
+        return self.shared_memory_unasked if unasked else self.shared_memory
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[Sm80Backward, ...]:
         """Every config that `backward` returns for some sizes."""
@@ -181,6 +202,9 @@ class Table(NamedTuple):
         }
         what = ", ".join(name for name, is_asked in asked.items() if is_asked)
         heads = f"D is {f.D} and Dv is {f.Dv}"
+        if is_wide(f):
+            has = "functions for" if any(f.mods) else "room for gradients of"
+            return [f"{heads}, and with these features ({what}) it has no {has} such heads"]
         if f.is_float32:
             return [
                 f"the dtype is float32, and with these features ({what}) it has no registers for gradients"
@@ -192,24 +216,28 @@ class Table(NamedTuple):
         if not features.is_float32:
             return MAX_D
         plain = Features("float32", 0, 0, tf32=features.tf32)
-        return max(n for n in (0, 64, MAX_FLOAT32_D) if self._fits_some(plain._replace(D=n, Dv=n)))
+        widths = (0, 64, _NARROW_FLOAT32, 192, MAX_FLOAT32_D)
+        return max(n for n in widths if self._fits_some(plain._replace(D=n, Dv=n)))
 
     def _fits_some(self, features: Features) -> bool:
-        most = self._bytes_for(features)
-        return any(row.config_of(features, most) for row in rows_of(features))
-
-    def _bytes_for(self, features: Features) -> int:
-        return self.float32_shared_memory if features.is_float32 else self.shared_memory
+        return any(row.config_of(features, self.memory(features)) for row in rows_of(features))
 
 
 def rows_of(features: Features) -> tuple[Row, ...]:
-    """The rows for the features' dtype."""
+    """The rows for the features' dtype and head sizes."""
+    if is_wide(features):
+        return _WIDE_FLOAT32 if features.is_float32 else _WIDE
     return _FLOAT32 if features.is_float32 else _TABLE
 
 
-LARGE, SMALL = Table(LARGE_BYTES, LARGE_BYTES), Table(SMALL_BYTES, SMALL_BYTES)
-ON_REQUEST = Table(LARGE_BYTES, SHARED_MEMORY)
-"""The table of GPUs with kernels of their own."""
+def is_wide(features: Features) -> bool:
+    """Whether a head is so wide that it has rows of its own."""
+    return max(features.D, features.Dv) > (_NARROW_FLOAT32 if features.is_float32 else _NARROW)
+
+
+LARGE, SMALL = (Table(size, size) for size in (LARGE_BYTES, SMALL_BYTES))
+ON_REQUEST = LARGE._replace(shared_memory_unasked=SHARED_MEMORY)
+"""The table of GPUs with kernels of their own: 16-bit calls that ask for these have the tiles of an A100."""
 
 
 def fits(features: Features, config: Sm80Backward, shared_memory: int) -> bool:
@@ -272,13 +300,27 @@ def _two_mmas_have_registers(features: Features) -> bool:
     return not (f.softcap or (f.mask and f.dropout) or (f.is_exact and f.dmask and f.left))
 
 
+def _wide_has_registers(features: Features, config: Sm80Backward) -> bool:
+    """Whether a thread of a wide head has registers: dQ has its columns in turns, so that dK and dV, which take
+    128 or 160, leave enough for all features. Functions have not been compiled.
+    """
+    f, c = features, config
+    if c.warps == 2 and f.is_exact:
+        return False  # 24 to 51 spills for sm_86
+    return not (any(f.mods) or c.round_weights or (c.key_mmas > 1 and f.mask and f.dropout))
+
+
 def has_registers(features: Features, config: Sm80Backward) -> bool:
     """Whether a thread has registers for it.
 
     16 rows are a warp's, or those of several that share them, so that each column costs half a register.
     """
     f, c = features, config
+    if is_wide(f):
+        return _wide_has_registers(f, c)
     if f.is_float32:
+        if c.queries < 64:
+            return not c.round_weights
         if c.key_mmas > 1 and not _two_mmas_have_registers(f):
             return False
         return not (c.round_weights or (f.softcap and f.dropout))

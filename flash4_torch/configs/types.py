@@ -442,7 +442,12 @@ class Sm80Backward(NamedTuple):
     def dq_pieces(self) -> int:
         """Pieces in which a block of rows has its dQ added up: as many as make D a multiple of what is
         shared out."""
-        return self.queries // 64 * self.q_parts
+        return max(self.queries // 64, 1) * self.q_parts
+
+    @property
+    def weight_keys(self) -> int:
+        """Keys of P and dS of float32 numbers in SMEM: whole chunks of 32."""
+        return max(self.keys, 32)
 
     def shared_memory(self, features: Features) -> int:
         """Bytes: Q and dO in their stages, K, V, dS, and two or four numbers of each row.
@@ -453,7 +458,7 @@ class Sm80Backward(NamedTuple):
         steps = (features.column_step * p for _, p in _columns(self, features))
         D, Dv = (-(-n // s) * s for (n, _), s in zip(_columns(self, features), steps, strict=True))
         rows = (self.stages * self.queries * n for n in (D, Dv))
-        weights = self.keys * self.queries
+        weights = (self.weight_keys if features.is_float32 else self.keys) * self.queries
         matrices = (*rows, self.keys * D, self.keys * Dv, weights, weights * (self.column_warps > 1))
         statistics = 4 * features.row_stats * self.queries * self.stages
         strips = -(-self.queries // self.column_warps // 32) * self.key_mmas
@@ -461,7 +466,8 @@ class Sm80Backward(NamedTuple):
         bits = 16 * self.warps * tile_bits(32 * strips) if has_bits else 0
         each = 4 if features.is_float32 else 2
         whole = sum(-(-each * n // _ALIGNMENT) * _ALIGNMENT for n in matrices)
-        mask = self.stages * weights * (4 if features.mask == "float32" else 2) if features.float_mask else 0
+        numbers = self.stages * self.keys * self.queries
+        mask = numbers * (4 if features.mask == "float32" else 2) if features.float_mask else 0
         return whole + mask + statistics + bits // 8 + 8 * self.copies_after_scores
 
 

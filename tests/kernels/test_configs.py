@@ -141,19 +141,39 @@ def test_what_is_not_limited_has_tiles_that_fit(cases: dict[str, Any], table: sm
         assert all(table.fits(features, config) for config in table.reachable(features))
 
 
-@pytest.mark.parametrize("name", ["LARGE", "SMALL", "ON_REQUEST"])
+BACKWARDS = {"sm80": sm80_backward.LARGE, "sm86": sm80_backward.SMALL, "sm90": sm80_backward.ON_REQUEST}
+"""The backward's tables by mma.sync, by an architecture of each."""
+
+
+@pytest.mark.parametrize("table", [*BACKWARDS.values()], ids=BACKWARDS)
 @pytest.mark.parametrize("tf32", [False, True])
-def test_gradients_of_float32_have_tiles_that_fit(tf32: bool, name: str) -> None:
-    table: sm80_backward.Table = getattr(sm80_backward, name)
-    most = 64 if name == "SMALL" else 128
-    for D, uses in itertools.product((8, 64, 72, 128, 136), FLOAT32["uses"]):
+def test_gradients_of_float32_have_tiles_that_fit(tf32: bool, table: sm80_backward.Table) -> None:
+    # What is exact has no registers for 16 keys.
+    most = 256 if table is not sm80_backward.SMALL else 192 if tf32 else 128
+    for D, uses in itertools.product((8, 64, 72, 128, 136, 192, 200, 256, 264), FLOAT32["uses"]):
         features = BARE._replace(dtype="float32", tf32=tf32, D=D, Dv=D, **uses)
         limits = table.limits(features)
         assert bool(limits) == (D > most), limits
         if limits:
             assert limits == [f"D is {D} and Dv is {D}, and it serves gradients of float32 up to {most}"]
         else:
-            assert sm80_backward.fits(features, table.config(features), table.float32_shared_memory)
+            assert sm80_backward.fits(features, table.config(features), table.memory(features))
+
+
+@pytest.mark.parametrize("table", [*BACKWARDS.values()], ids=BACKWARDS)
+def test_gradients_of_wide_heads_have_tiles_that_fit(table: sm80_backward.Table) -> None:
+    """Only floating masks at the widest ones have no room, next to tiles of 98 KiB."""
+    small = table is sm80_backward.SMALL
+    for (D, Dv), uses, ordered in itertools.product(
+        ((264, 264), (320, 8), (8, 384), (512, 264), (512, 512)), WIDE["uses"], (False, True)
+    ):
+        features = BARE._replace(D=D, Dv=Dv, deterministic=ordered, **uses)
+        limits = table.limits(features)
+        assert bool(limits) == (small and D == Dv == 512 and features.float_mask), limits
+        if not limits:
+            for config in table.reachable(features):
+                assert config.shared_memory(features) <= table.memory(features)
+    assert "serves up to 512" in table.limits(BARE._replace(Dv=520))[0]
 
 
 @given(features(), st.booleans(), st.sampled_from([100, 192, 4096]))

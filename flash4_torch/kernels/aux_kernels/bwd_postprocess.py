@@ -18,7 +18,6 @@ from cutlass import Float32, Int32, Uint32
 
 from ..common import host, warp_tf32
 from ..common.attn_mask import vector_at
-from ..common.bwd.dq_blocks import THREADS
 from ..common.bwd.query_blocks import QueryBlock, heads_and_blocks, own_block
 from ..common.bwd.row_blocks import CHUNK, VECTOR, PostprocessPlan
 from ..common.warps import WARP
@@ -51,7 +50,7 @@ def postprocess(
     dq = host.in_order(heads_first, dq)
     B, Hq, count = heads_and_blocks(dq, cu_seqlens_q, plan.blocks)
     postprocess_kernel(dq_acc, dq, cu_seqlens_q, scale, plan).launch(
-        grid=(B * Hq * count, 1, 1), block=(THREADS * plan.blocks.bands, 1, 1), stream=stream
+        grid=(B * Hq * count, 1, 1), block=(plan.blocks.threads * plan.blocks.bands, 1, 1), stream=stream
     )
 
 
@@ -137,7 +136,7 @@ def _rows_of_tf32(
 ) -> None:
     """Float32 numbers, `by_register`, in the order of columns that `warp_tf32.accumulate` has."""
     blocks, each = plan.blocks, warp_tf32.ROWS * warp_tf32.CHUNK // WARP
-    band, own_thread = thread // THREADS, thread % THREADS
+    band, own_thread = thread // blocks.threads, thread % blocks.threads
     for chunk in cutlass.range_constexpr(-(-plan.D // warp_tf32.CHUNK)):
         sums = cute.make_rmem_tensor(each, Float32)
         for i in cutlass.range_constexpr(each):
@@ -160,7 +159,7 @@ def _row(thread: Int32) -> Int32:
 def _load(source: cute.Pointer, chunk: int, thread: Int32, scale: Float32, plan: PostprocessPlan) -> tuple:
     """Two columns of the upper row and of the lower one, scaled and rounded, a word each."""
     sums = cute.make_rmem_tensor(VECTOR, Float32)
-    band, own = thread // THREADS, thread % THREADS
+    band, own = thread // plan.blocks.threads, thread % plan.blocks.threads
     if plan.blocks.by_register:
         for i in range(VECTOR):
             sums[i] = vector_at(source + plan.blocks.register(band, chunk, i, own), 1)[0]

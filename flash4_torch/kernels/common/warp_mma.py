@@ -31,6 +31,8 @@ def mma_of(dtype: type) -> cute.TiledMma:
 
 def make_accumulators(dtype: type, count: int, columns: int) -> tuple[cute.Tensor, ...]:
     """Registers of `count` accumulators of 16 rows."""
+    if columns == 8:
+        return tuple(cute.make_rmem_tensor(4, Float32) for _ in range(count))
     shape = mma_of(dtype).partition_shape_C((ROWS, columns))
     return tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(count))
 
@@ -83,7 +85,7 @@ class Matrix(NamedTuple):
 
     def read(self, row: int, column: int) -> tuple[Uint32, ...]:
         """The lane's words of 16 rows and columns as they lie in SMEM, from these multiples of 16 on; or of
-        32 rows and 8 columns, if the share has no more of a chunk.
+        32 rows and 8 columns, if the share has no more of a chunk, or 8 rows and 32 columns of `eight`.
         """
         chunk, inside = divmod(column, self.own)
         offset = (chunk * self.rows + row) * 2 * self.chunk
@@ -106,6 +108,7 @@ def operand(
     share: Share | None = None,
     part: int | None = None,
     transposed: bool = False,
+    eight: bool = False,
 ) -> Matrix:
     """An operand in a stage (rows, columns), from a row and a column on; both are multiples of 16.
 
@@ -114,6 +117,7 @@ def operand(
     share: the columns that the operand has, all if None; 8 of a chunk only if it is a transposed right one.
     part: columns that are an operand of their own in the stage's layout.
     transposed: the operand's rows are the stage's columns.
+    eight: the operand has eight rows, of which 32 columns are read at a time; it is a right one.
     """
     rows, columns = (cute.size(stage, mode=[i]) for i in range(2))
     chunk = own = chunk_of(part or columns)
@@ -122,6 +126,8 @@ def operand(
         column = share.index * own
     if own % 16:
         place = lane, 0
+    elif eight:
+        place = lane % 8, lane // 8
     else:
         # The second matrix of an ldmatrix is 8 rows on and the third one 8 columns, or the other way round.
         eight, further = lane // 8 % 2, lane // 16
@@ -190,10 +196,22 @@ def _from_part(x: Matrix, i: Int32, columns: int) -> Matrix:
 
 
 def _add_scores(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: int) -> None:
+    if _columns_of(S[0]) == 8:
+        _add_scores_of_eight(S, q, k, D)
+        return
     for d in range(0, D, 16):
         a = [q.read(ROWS * m, d) for m in range(len(S))]
         for n in range(_columns_of(S[0]) // 16):
             _multiply_pair(S, a, k.read(16 * n, d), n, k.dtype)
+
+
+def _add_scores_of_eight(S: tuple[cute.Tensor, ...], q: Matrix, k: Matrix, D: int) -> None:
+    """`_add_scores` for eight keys."""
+    for d in range(0, D, 32):
+        b = k.read(0, d)
+        for i in range(2):
+            a = [q.read(ROWS * m, d + 16 * i) for m in range(len(S))]
+            _multiply(S, a, b[2 * i : 2 * i + 2], 0, k.dtype)
 
 
 def accumulate(sums: tuple[cute.Tensor, ...], P: Callable[[int], Sequence], v: Matrix, keys: int) -> None:

@@ -117,7 +117,7 @@ def scores(
 ) -> None:
     """S = Q K^T, for as many rows of Q and of K as S has rows and columns."""
     columns, count = cute.size(own_q.stage, mode=[1]) // 2, _mmas(S[0])
-    at_q, at_k = _first_matrices(own_q, own_k, lane)
+    at_q, at_k = _first_matrices(own_q, own_k, lane, count)
     rests = make_accumulators(len(S) if method.exact else 0, count * STEP)
     for accumulator in (*S, *rests):
         accumulator.fill(0.0)
@@ -135,7 +135,7 @@ def add_scores(
     S: tuple[cute.Tensor, ...], queries: Rows, keys: Rows, lane: Int32, method: cutlass.Constexpr
 ) -> None:
     """S += Q K^T of stages of one chunk of columns."""
-    at_q, at_k = _first_matrices(queries, keys, lane)
+    at_q, at_k = _first_matrices(queries, keys, lane, _mmas(S[0]))
     rests = make_accumulators(len(S) if method.exact else 0, _mmas(S[0]) * STEP)
     for accumulator in rests:
         accumulator.fill(0.0)
@@ -151,11 +151,13 @@ def _mmas(accumulator: cute.Tensor) -> int:
     return cute.size(accumulator) * 32 // ROWS // STEP
 
 
-def _first_matrices(own_q: Rows, own_k: Rows, lane: Int32) -> tuple[Int32, Int32]:
+def _first_matrices(own_q: Rows, own_k: Rows, lane: Int32, count: int) -> tuple[Int32, Int32]:
     """Addresses of an ldmatrix: of Q 8 rows and 8 further ones, then further columns; of K the other way
-    round.
+    round, or 8 rows alone for one MMA.
     """
     at_q = vector_address(own_q.stage, own_q.first + lane % 16, lane // 16)
+    if count == 1:
+        return at_q, vector_address(own_k.stage, own_k.first + lane % 8, lane // 8)
     return at_q, vector_address(own_k.stage, own_k.first + lane % 8 + lane // 16 * 8, lane // 8 % 2)
 
 
@@ -168,8 +170,33 @@ def _add(S: tuple, rests: tuple) -> None:
 
 def _add_chunk(S: tuple, rests: tuple, first_q: Int32, first_k: Int32, count: int, method: Method) -> None:
     """Add the products of a chunk of columns."""
+    if count == 1:
+        _add_chunk_of_eight(S, rests, first_q, first_k, method)
+        return
     for k in range(_TOGETHER):
         _add_columns(S, rests, first_q ^ (2 * k * _VECTOR), first_k ^ (2 * k * _VECTOR), count, method)
+
+
+def _add_chunk_of_eight(S: tuple, rests: tuple, first_q: Int32, first_k: Int32, method: Method) -> None:
+    """`_add_chunk` for eight rows of K: an ldmatrix brings two steps' columns."""
+    for k in range(0, _TOGETHER, 2):
+        if method.steady:
+            cute.arch.sync_warp()
+        words = _matrices(first_k ^ (2 * k * _VECTOR), 0)
+        for i in range(2):
+            at_q = first_q ^ (2 * (k + i) * _VECTOR)
+            a = [split(_matrices(at_q, m * ROWS * _ROW), method.exact) for m in range(len(S))]
+            _multiply_rows(S, rests, a, split(words[2 * i : 2 * i + 2], method.exact), 0)
+
+
+def _multiply_rows(S: tuple, rests: tuple, a: list[Split], b: Split, n: int) -> None:
+    """Add the products of eight columns with the n-th eight rows of K."""
+    for m, accumulator in enumerate(S):
+        own = _own(accumulator, n)
+        _set(own, _multiply(_numbers(own), a[m].big, b.big))
+    for m, accumulator in enumerate(rests):
+        own = _own(accumulator, n)
+        _set(own, _rest(_numbers(own), a[m], b))
 
 
 def _add_columns(S: tuple, rests: tuple, at_q: Int32, at_k: Int32, count: int, method: Method) -> None:
@@ -180,13 +207,7 @@ def _add_columns(S: tuple, rests: tuple, at_q: Int32, at_k: Int32, count: int, m
     for n in range(0, count, 2):
         words = _matrices(at_k, n * STEP * _ROW)
         for i in range(2):
-            b = split(words[2 * i : 2 * i + 2], method.exact)
-            for m, accumulator in enumerate(S):
-                own = _own(accumulator, n + i)
-                _set(own, _multiply(_numbers(own), a[m].big, b.big))
-            for m, accumulator in enumerate(rests):
-                own = _own(accumulator, n + i)
-                _set(own, _rest(_numbers(own), a[m], b))
+            _multiply_rows(S, rests, a, split(words[2 * i : 2 * i + 2], method.exact), n + i)
 
 
 def _own(accumulator: cute.Tensor, n: int) -> cute.Tensor:

@@ -3,7 +3,7 @@
 A block is `queries` rows of one head. In the order of Hopper's accumulators it is divided into `pieces`,
 which are added one by one: bands of 64 rows with all columns, or, where there is one band, ranges of columns.
 A piece is what one warpgroup holds as the accumulator of a 64 x `piece_columns` MMA; its floats lie as the
-threads hold them:
+threads hold them (a block of 32 rows is one band, of 64 threads instead of 128):
 
     float ((piece * registers / 4 + j) * 128 + thread) * 4 + c    is register 4 j + c of that thread,
 
@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 ROWS = 64
 """Rows of a piece."""
 THREADS = 128
-"""Threads that hold a piece."""
+"""Threads that hold a piece, of at least as many rows."""
 
 
 LANE_ROWS = 32
@@ -37,13 +37,23 @@ VECTOR = 4
 """Neighbouring floats of a row in that order."""
 
 
+def bands_of(queries: int) -> int:
+    """Bands of a block of so many rows."""
+    return max(queries // ROWS, 1)
+
+
+def threads_of(queries: int) -> int:
+    """Threads that hold a piece of a block of so many rows."""
+    return THREADS * min(queries, ROWS) // ROWS
+
+
 class DqBlocks(NamedTuple):
     """Blocks of dQ in the order of Hopper's accumulators."""
 
     D: int
     """Head size of q."""
     queries: int
-    """Rows of a block, a multiple of 64."""
+    """Rows of a block, a multiple of 64, or 32."""
     pieces: int
     by_register: bool = False
     """Whether neighbouring floats are the same register of neighbouring threads."""
@@ -53,7 +63,12 @@ class DqBlocks(NamedTuple):
 
     @property
     def bands(self) -> int:
-        return self.queries // ROWS
+        return bands_of(self.queries)
+
+    @property
+    def threads(self) -> int:
+        """Threads that hold a piece."""
+        return threads_of(self.queries)
 
     @property
     def parts(self) -> int:
@@ -77,7 +92,7 @@ class DqBlocks(NamedTuple):
     @property
     def registers(self) -> int:
         """Registers of a piece, in each thread."""
-        return ROWS * self.piece_columns // THREADS
+        return ROWS * self.piece_columns // THREADS  # of 32 rows half as many threads have as many
 
     @property
     def floats(self) -> int:
@@ -98,8 +113,8 @@ class DqBlocks(NamedTuple):
         thread = warp * 32 + group * 4 + column // 2
         piece = band * self.parts + part
         if self.by_register:
-            return (piece * self.registers + 4 * j + 2 * lower + column % 2) * THREADS + thread
-        return ((piece * (self.registers // 4) + j) * THREADS + thread) * 4 + 2 * lower + column % 2
+            return (piece * self.registers + 4 * j + 2 * lower + column % 2) * self.threads + thread
+        return ((piece * (self.registers // 4) + j) * self.threads + thread) * 4 + 2 * lower + column % 2
 
 
 class DqLanes(NamedTuple):

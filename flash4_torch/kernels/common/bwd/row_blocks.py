@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .dq_blocks import LANE_ROWS, ROWS, THREADS, DqBlocks, DqLanes
+from .dq_blocks import LANE_ROWS, DqBlocks, DqLanes, bands_of, threads_of
 
 CHUNK = 8
 """Columns of which a thread has two, in each of two rows."""
@@ -24,7 +24,7 @@ VECTOR = 4
 
 class RowBlocks(NamedTuple):
     queries: int
-    """Rows of a block, a multiple of 64."""
+    """Rows of a block, a multiple of 64, or 32."""
     columns: int
     """Columns of dQ's sums: D, padded to at least a multiple of 16."""
     tmem_order: bool = False
@@ -40,7 +40,12 @@ class RowBlocks(NamedTuple):
 
     @property
     def bands(self) -> int:
-        return self.queries // ROWS
+        return bands_of(self.queries)
+
+    @property
+    def threads(self) -> int:
+        """Threads that hold a band."""
+        return threads_of(self.queries)
 
     @property
     def chunks(self) -> int:
@@ -65,15 +70,15 @@ class RowBlocks(NamedTuple):
         return start // self.queries + b
 
     def vector(self, band: Any, chunk: Any, thread: Any) -> Any:
-        """Index in its block of the four floats that a thread of 128 has of a chunk, in Hopper's order.
+        """Index in its block of the four floats that a thread of a band has of a chunk, in Hopper's order.
 
         Pieces of columns follow one another, so it makes no difference here how many of them a band has.
         """
-        return ((band * self.chunks + chunk) * THREADS + thread) * VECTOR
+        return ((band * self.chunks + chunk) * self.threads + thread) * VECTOR
 
     def register(self, band: Any, chunk: Any, i: int, thread: Any) -> Any:
         """Index in its block of the i-th of these four floats, where the order is `by_register`."""
-        return ((band * self.chunks + chunk) * VECTOR + i) * THREADS + thread
+        return ((band * self.chunks + chunk) * VECTOR + i) * self.threads + thread
 
     def lane_vector(self, row: Any, j: Any) -> Any:
         """Index in its block of the j-th four columns of a row, in TMEM's order."""

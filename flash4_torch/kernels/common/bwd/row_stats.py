@@ -69,6 +69,8 @@ class Part(NamedTuple):
 def shape_of(plan: PreprocessPlan) -> Shape:
     vectors = plan.Dv // step_of(plan)
     lanes = 4 if vectors <= 4 or vectors % 8 == 4 else 8
+    # Four lanes would take more rows together than a small block has.
+    lanes = max(lanes, NUM_WARPS * WARP // plan.blocks.queries)
     turns = -(-vectors // lanes)
     at_once = NUM_WARPS * WARP // lanes
     rows = max(1, min(DEPTH // (2 * turns), plan.blocks.queries // at_once))

@@ -84,11 +84,11 @@ def backward(
 
 def _weights_layout(plan: Plan) -> cute.ComposedLayout:
     """Layout of P and dS: of float32 numbers the rows are queries, so that lanes store single numbers without
-    conflicts.
+    conflicts, and there are keys for whole chunks.
     """
     if plan.is_float32:
-        return row_major_layout(plan.staged_dtype, plan.queries, plan.halves(plan.keys), 1)
-    return row_major_layout(plan.dtype, plan.keys, plan.queries, 1, plan.part_queries)
+        return row_major_layout(plan.staged_dtype, plan.queries, plan.halves(plan.config.weight_keys), 1)
+    return row_major_layout(plan.dtype, plan.keys, plan.queries, 1, plan.chunk_queries)
 
 
 def compile_backward(features: Features, config: Sm80Backward) -> Any:

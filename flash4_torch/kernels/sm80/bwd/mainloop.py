@@ -159,7 +159,7 @@ def _scores(
         warp_tf32.scores(S, keys, queries, ctx.lane, plan.tf32_method)
     else:
         keys = warp_mma.left(of_keys, key, ctx.lane)
-        queries = warp_mma.right(of_queries, query, ctx.lane)
+        queries = warp_mma.right(of_queries, query, ctx.lane, eight=plan.has_eight)
         queries = queries.below(own.part * plan.part_queries)
         is_looped = plan.config.scores_by_parts and of_keys is ctx.sK
         (warp_mma.scores_by_halves if is_looped else warp_mma.scores)(S, keys, queries, D)
@@ -173,7 +173,7 @@ def _store(ctx: Context, own: BlockState, weights: list[cute.Tensor], target: cu
             row, key = ctx.column_warp * plan.own_queries, first_key(ctx) + m * warp_mma.ROWS
             warp_tf32.store_columns(numbers, target, row, key, ctx.lane)
         elif plan.stores_by_address:
-            column, part = first_query(ctx, own), plan.part_queries
+            column, part = first_query(ctx, own), plan.chunk_queries
             to = warp_mma.target(target, first_key(ctx), ctx.lane, column=column, part=part)
             to.write(numbers, m * warp_mma.ROWS)
         else:
@@ -219,7 +219,7 @@ def _accumulate_shared(ctx: Context, sums: tuple, weights: cute.Tensor, rows: cu
             queries = plan.own_queries
             firsts = [(ctx.column_warp ^ n) * queries for n in range(1, plan.column_warps)]
         for first in firsts:
-            left = warp_mma.left(weights, first_key(ctx), ctx.lane, column=first, part=plan.part_queries)
+            left = warp_mma.left(weights, first_key(ctx), ctx.lane, column=first, part=plan.chunk_queries)
             right = warp_mma.right(rows, first, ctx.lane, share=ctx.column_share, transposed=True)
             warp_mma.accumulate(sums, warp_mma.from_smem(left, plan.key_mmas), right, queries)
 

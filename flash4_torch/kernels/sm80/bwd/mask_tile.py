@@ -70,13 +70,16 @@ def _copy_vectors(ctx: Context, place: tuple, tile: Tile, block: Block, stage: I
     to = smem_layouts.vector_address(target, row, vector)
     row_bytes = smem_layouts.chunk_of(cute.size(target, mode=[1])) * 2
     # Rows a multiple of 8 further have their vectors at the same place in a swizzle.
-    assert at_once % 8 == 0 and plan.queries % at_once == 0
+    assert at_once % 8 == 0 and (at_once > plan.queries or plan.queries % at_once == 0)
+    # There may be more threads than vectors.
+    is_row = row < plan.queries if at_once > plan.queries else True
     for first in cutlass.range_constexpr(0, plan.queries, at_once):
         source = _number(ctx, place, within(block.n * plan.queries + first + row, Sq), key)
-        cute.arch.inline_ptx(
-            f"cp.async.cg.shared.global [{{$r0}}+{first * row_bytes}], [{{$r1}}], {VECTOR}, {{$r2}};",
-            read_only_args=[to, source, inside],
-        )
+        if is_row:
+            cute.arch.inline_ptx(
+                f"cp.async.cg.shared.global [{{$r0}}+{first * row_bytes}], [{{$r1}}], {VECTOR}, {{$r2}};",
+                read_only_args=[to, source, inside],
+            )
 
 
 @cute.jit
@@ -134,6 +137,9 @@ def add_tile(ctx: Context, S: cute.Tensor, first_query: Int32, first_key: Int32,
 
 
 def _add_matrices(S: cute.Tensor, tile: cute.Tensor, row: Int32, column: Int32, lane: Int32) -> None:
+    if cute.size(S) == 4:
+        _add_half_matrices(S, tile, row, column, lane)
+        return
     numbers = warp_mma.left(tile, row, lane, column=column, transposed=True)
     for k in range(cute.size(S) // 8):
         loaded = cute.make_rmem_tensor(8, tile.element_type)
@@ -143,6 +149,19 @@ def _add_matrices(S: cute.Tensor, tile: cute.Tensor, row: Int32, column: Int32, 
         wide = widened(loaded)
         for i in range(8):
             S[8 * k + i] = S[8 * k + i] + wide[i]
+
+
+def _add_half_matrices(S: cute.Tensor, tile: cute.Tensor, row: Int32, column: Int32, lane: Int32) -> None:
+    """Those of eight queries, from a row on that is a multiple of eight."""
+    first = row // warp_mma.ROWS * warp_mma.ROWS
+    words = warp_mma.left(tile, first, lane, column=column, transposed=True).read(0, 0)
+    loaded = cute.make_rmem_tensor(4, tile.element_type)
+    own = cute.recast_tensor(loaded, Uint32)
+    for i in range(2):
+        own[i] = cutlass.select_(row == first, words[i], words[2 + i])
+    wide = widened(loaded)
+    for i in range(4):
+        S[i] = S[i] + wide[i]
 
 
 def _add_words(S: cute.Tensor, tile: cute.Tensor, row: Int32, column: Int32, lane: Int32) -> None:

@@ -126,6 +126,16 @@ class Plan(BackwardPlan):
         return self.own_queries // self.query_parts
 
     @property
+    def has_eight(self) -> bool:
+        """Whether a part is eight queries, half of an ldmatrix's: two warps share a chunk of P and dS."""
+        return self.part_queries == 8
+
+    @property
+    def chunk_queries(self) -> int:
+        """Queries of a part of P and dS in SMEM."""
+        return max(self.part_queries, warp_mma.ROWS)
+
+    @property
     def part_strips(self) -> int:
         """Strips of keep bits of a part, for 16 keys."""
         return dropout.strips(self.part_queries)
@@ -174,7 +184,7 @@ class Plan(BackwardPlan):
         """
         f = self.features
         is_wide = max(self.D, self.Dv) > 96 or self.query_parts > 1
-        return self.key_mmas > 1 and not f.mask and is_wide
+        return self.has_eight or (self.key_mmas > 1 and not f.mask and is_wide)
 
     @property
     def dq_row_mmas(self) -> int:
@@ -193,12 +203,16 @@ class Plan(BackwardPlan):
 
     @property
     def dq_columns_at_once(self) -> int:
-        """Columns of dQ that a warp has in registers, where sums have no order: all, or what is left next
-        to dK and dV of two MMAs, or to what dropout and the band need where no warps share keys. With dropout
-        half of 256: all spill 3 to 6 times for sm_86.
+        """Columns of dQ that a warp has in registers: of wide heads few. Of others, where sums have no order,
+        all, or what is left next to dK and dV of two MMAs, or to what dropout and the band need where no
+        warps share keys. With dropout half of 256: all spill 3 to 6 times for sm_86.
         """
         f, columns = self.features, self.dq_columns
-        if f.deterministic or self.is_float32:
+        if self.is_float32:
+            return columns if columns <= 128 else columns // 2
+        if max(self.D, self.Dv) > 256:
+            return next(n for n in (32, 16) if columns % n == 0)
+        if f.deterministic:
             return columns
         if self.key_mmas > 1:
             return 32 if columns % 32 == 0 else columns
@@ -258,15 +272,18 @@ class Plan(BackwardPlan):
     def check(self) -> None:
         """Raise AssertionError for a plan that would not run; `configs` never asks for one."""
         f, c = self.features, self.config
-        assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 256
+        assert f.D % 8 == 0 and f.Dv % 8 == 0 and 8 <= min(f.D, f.Dv) and max(f.D, f.Dv) <= 512
         assert not (f.is_float32 and any(f.mods)) and (f.is_float32 or not f.tf32)
-        assert c.queries in (64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
+        assert c.queries in (32, 64, 128) and c.column_warps in (1, 2, 4) and c.warps in (2, 4, 8)
         assert c.key_mmas in (1, 2) and not (c.key_mmas > 1 and f.mask and f.dropout)
         strips = self.key_mmas * self.part_strips
         assert c.query_parts == 1 or (self.part_queries % dropout.STRIP == 0 and not f.is_float32)
+        assert not (self.has_eight and (self.own_in_regs or c.scores_by_parts)), "an MMA has 16 queries"
         assert c.query_parts == 1 or not f.dropout or strips % 2 == 0, "a word has bits of two strips"
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
         assert not (c.own_in_regs and f.is_float32)
+        own = self.dq_columns_at_once % self.dq_own == 0 or self.dq_columns <= self.dq_chunk
+        assert own or self.is_float32, "columns of dQ at once are no whole chunks"
         assert not c.copies_after_scores or (c.stages > 1 and c.query_parts == 1)
         assert not self.overlaps_blocks or self.dq_columns_at_once == self.dq_columns, "it is released once"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)

@@ -196,6 +196,10 @@ def take_keep_bits(ctx: Context, own: BlockState) -> cute.Tensor | None:
     if cutlass.const_expr(not ctx.plan.features.dropout):
         return None
     taken = dropout.take(_keep_bits_of(ctx, own), ctx.lane)
+    if cutlass.const_expr(ctx.plan.has_eight):
+        # Those of the second eight queries lie beside those of the first.
+        for i in cutlass.range_constexpr(cute.size(taken)):
+            taken[i] = taken[i] >> Uint32(ctx.column_warp % 2)
     if cutlass.const_expr(ctx.plan.generates_by_parts):
         cute.arch.sync_warp()  # dS comes in their place
     return taken
@@ -293,7 +297,7 @@ def generate_keep_bits(ctx: Context, work: TileState, own: BlockState) -> None:
     count = plan.key_mmas * strips
     head = tile.batch * ctx.maps.mQ.shape[2] + own.head
     first = tile.index * plan.keys + first_key(ctx)
-    query = own.n * plan.queries + first_query(ctx, own)
+    query = own.n * plan.queries + first_query(ctx, own) // dropout.BLOCK * dropout.BLOCK
     keep_bits = _keep_bits_of(ctx, own)
     if cutlass.const_expr(not plan.generates_by_parts):
         cute.arch.sync_warp()  # the bits of the block before have been taken
