@@ -1,8 +1,9 @@
 """The tiles of the backward by mma.sync: which to take for which call, and why.
 
-As for the forward (`configs.sm80`) there are tables by how much shared memory a CTA may have, and one for GPUs
-with kernels of their own. The first row that admits the call serves it. No GPU of the family has timed any of them: what a row says is what ptxas
-and an H200 said, and what follows from the sizes of shared memory and of the register file.
+As for the forward (`configs.sm80`) there are tables by how much shared memory a CTA may have, and one for
+GPUs with kernels of their own. The first row that admits the call serves it. No GPU of the family has timed
+any of them: what a row says is what ptxas and an H200 said, and what follows from the sizes of shared memory
+and of the register file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_D, MAX_FLOAT32_D = 512, 256
 _NARROW, _NARROW_FLOAT32 = 256, 128
 """Wider heads than these have rows of their own."""
 MAX_D_WITH_MORE = 192
-"""The widest of the narrower heads with features for which others have no registers, whatever the tiles."""
+"""The widest heads with features for which wider ones have no registers in blocks of 64 queries."""
 
 
 class Row(NamedTuple):
@@ -85,6 +86,7 @@ _TABLE = (
         "145 KiB: Q and dO are read for 32 keys; on an H200 1.46 to 1.54 times as fast as for 16"),
     Row(256, 256, _Tiles(8, 4, 64, 1), "104 KiB, 80 KiB up to 192 columns; with 64 keys 7 to 36 spills"),
     Row(256, 256, _Tiles(4, 4, 64, 1), "84 KiB: 32 keys have no room"),
+    Row(256, 256, _Tiles(8, 4, 32, 1), "68 KiB: features that need registers"),
 )
 _FLOAT32 = (
     Row(64, 64, _Tiles(8, 2, 64, 2), "128 KiB; with 16 keys to a warp, 160 spills and more"),
@@ -100,14 +102,16 @@ _WIDE = (
     Row(320, 320, _Tiles(8, 4, 64, 1, key_mmas=2),
         "176 KiB: Q, dO and dQ move once for 64 keys, and of 64 queries and keys there are 1900 ldmatrix; "
         "with 32 keys 2500"),
-    Row(512, 512, _Tiles(8, 4, 64, 1), "200 KiB, 152 KiB up to 384 columns: dK and dV of 32 keys fit registers"),
+    Row(512, 512, _Tiles(8, 4, 64, 1),
+        "200 KiB, 152 KiB up to 384 columns: registers have room for dK and dV of 32 keys"),
     Row(512, 512, _Tiles(8, 4, 32, 1), "133 KiB, 84 KiB up to 320 columns: 64 queries have no room"),
     Row(512, 512, _Tiles(4, 4, 32, 1), "99 KiB: nor have 32 keys"),
 )
 _WIDE_FLOAT32 = (
     Row(256, 256, _Tiles(8, 4, 64, 1), "209 KiB, and 177 KiB up to 128 columns of one of both"),
     Row(256, 256, _Tiles(8, 4, 32, 1), "136 KiB: 64 queries have no room"),
-    Row(192, 192, _Tiles(2, 2, 32, 1), "80 KiB: nor have 32 keys, and columns of four warps are padded to 256"),
+    Row(192, 192, _Tiles(2, 2, 32, 1),
+        "80 KiB: nor have 32 keys, and columns of four warps are padded to 256"),
 )
 # fmt: on
 _ACCUMULATORS = {1: 128, 2: 144, 4: 144}
@@ -198,18 +202,10 @@ class Table(NamedTuple):
             "dropout": f.dropout,
             "attn_mask": f.mask,
             "score_mod or mask_mod": any(f.mods),
-            "order": f.deterministic,
         }
         what = ", ".join(name for name, is_asked in asked.items() if is_asked)
         heads = f"D is {f.D} and Dv is {f.Dv}"
-        if is_wide(f):
-            has = "functions for" if any(f.mods) else "room for gradients of"
-            return [f"{heads}, and with these features ({what}) it has no {has} such heads"]
-        if f.is_float32:
-            return [
-                f"the dtype is float32, and with these features ({what}) it has no registers for gradients"
-            ]
-        return [f"{heads}, and its gradients with these features ({what}) have up to {MAX_D_WITH_MORE}"]
+        return [f"{heads}, and {f.dtype} with these features ({what}) has no room for gradients of so many"]
 
     def _widest(self, features: Features) -> int:
         """The widest heads of which some features are served."""
@@ -301,12 +297,12 @@ def _two_mmas_have_registers(features: Features) -> bool:
 
 
 def _wide_has_registers(features: Features, config: Sm80Backward) -> bool:
-    """Whether a thread of a wide head has registers: dQ has its columns in turns, so that dK and dV, which take
-    128 or 160, leave enough for all features. Functions have not been compiled.
+    """Whether a thread of a wide head has registers: dQ has its columns in turns, so that dK and dV, which
+    take 128 or 160, leave enough for all features. Functions have not been compiled.
     """
     f, c = features, config
-    if c.warps == 2 and f.is_exact:
-        return False  # 24 to 51 spills for sm_86
+    if c.warps == 2 and (f.is_exact or f.mask == "float32"):
+        return False  # 24 to 51 spills for sm_86, and 6
     return not (any(f.mods) or c.round_weights or (c.key_mmas > 1 and f.mask and f.dropout))
 
 
@@ -318,9 +314,9 @@ def has_registers(features: Features, config: Sm80Backward) -> bool:
     f, c = features, config
     if is_wide(f):
         return _wide_has_registers(f, c)
+    if c.queries < 64:
+        return not c.round_weights
     if f.is_float32:
-        if c.queries < 64:
-            return not c.round_weights
         if c.key_mmas > 1 and not _two_mmas_have_registers(f):
             return False
         return not (c.round_weights or (f.softcap and f.dropout))

@@ -76,12 +76,12 @@ def sm80() -> None:
 def float32() -> None:
     for name in ("highest", "high"):
         torch.set_float32_matmul_precision(name)
-        for D in (64, 128):
+        for D in (64, 128, 192):
             step(D, dtype=torch.float32, causal=True)
         step(64, dtype=torch.float32, dropout_p=0.2, mask="padding")
         step(128, dtype=torch.float32, mask="float")
-    step(320, causal=True, backward=False)
-    step(512, backward=False, mask="padding")
+    step(320, causal=True)
+    step(512, mask="padding")
 
 
 def weights() -> None:

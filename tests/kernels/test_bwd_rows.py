@@ -35,6 +35,7 @@ compiled_behind = functools.cache(compile_postprocess)
 compiled_sums = functools.cache(compile_group_reduce)
 
 HEADS = ((64, 64), (128, 128), (96, 96), (40, 24), (8, 200), (80, 72))
+WIDE = ((512, 512), (264, 352))
 LENGTHS = st.one_of(st.sampled_from([1, 63, 64, 65, 127, 128, 129, 256]), st.integers(1, 300))
 
 
@@ -51,7 +52,7 @@ def sequences(draw: st.DrawFn, varlen: bool) -> list[int]:
 
 def test_packed_sequences_have_room() -> None:
     """They have it also where each is one token longer than a multiple of the block."""
-    for m in (64, 128):
+    for m in (32, 64, 128):
         for lengths in ([1, 1, 1], [0, 0, m], [m + 1] * 5, [m - 1, 1, 2 * m, 0, 3]):
             count, rows = places(RowBlocks(m, 64), lengths, varlen=True)
             assert len(rows.unique()) == sum(lengths) and rows.max() < count
@@ -59,7 +60,10 @@ def test_packed_sequences_have_room() -> None:
 
 @pytest.mark.parametrize(
     ("D", "Dv", "queries", "varlen"),
-    one_of(3, [(*heads, *rest) for heads, *rest in product(HEADS, (64, 128), (False, True))]),
+    [
+        *one_of(3, [(*heads, *rest) for heads, *rest in product(HEADS, (64, 128), (False, True))]),
+        *one_of(3, [(*heads, *rest) for heads, *rest in product(WIDE, (32, 64), (False, True))]),
+    ],
 )
 @given(data=st.data())
 @settings(max_examples=examples(3, 4))
@@ -112,7 +116,10 @@ def test_preprocess(D: int, Dv: int, queries: int, varlen: bool, data: st.DataOb
     [
         DqLanes(80, 128),
         *(DqBlocks(80, m, groups) for m in (64, 128) for groups in (1, 2, 3)),
-        *(DqBlocks(80, m, groups, by_register=True) for m, groups in ((64, 1), (64, 2), (128, 4))),
+        *(
+            DqBlocks(80, m, groups, by_register=True)
+            for m, groups in ((32, 1), (32, 4), (64, 1), (64, 2), (128, 4))
+        ),
     ],
     ids=str,
 )
@@ -128,13 +135,20 @@ def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
 
 @pytest.mark.parametrize(
     ("D", "Dv", "queries", "order", "varlen"),
-    one_of(
-        5,
-        [
-            (*heads, *rest)
-            for heads, *rest in product(HEADS, (64, 128), ("fragments", "lanes", "registers"), (False, True))
-        ],
-    ),
+    [
+        *one_of(
+            5,
+            [
+                (*heads, *rest)
+                for heads, *rest in product(
+                    HEADS, (64, 128), ("fragments", "lanes", "registers"), (False, True)
+                )
+            ],
+        ),
+        *one_of(
+            3, [(*heads, *rest) for heads, *rest in product(WIDE, (32, 64), ("registers",), (False, True))]
+        ),
+    ],
 )
 @given(data=st.data())
 @settings(max_examples=examples(2, 4))
@@ -156,18 +170,18 @@ def test_postprocess(D: int, Dv: int, queries: int, order: str, varlen: bool, da
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("D", [64, 40, 136])
-def test_sums_of_float32(D: int, varlen: bool) -> None:
+@pytest.mark.parametrize(("D", "queries"), [(64, 64), (40, 64), (136, 64), (192, 32)])
+def test_sums_of_float32(D: int, queries: int, varlen: bool) -> None:
     """They are scaled and stored as float32; `DqBlocks.place` says where each lies."""
-    sums_of_D = DqBlocks(D, 64, 2, by_register=True, step=32)
+    sums_of_D = DqBlocks(D, queries, 2, by_register=True, step=32)
     blocks, lengths, Hq = RowBlocks.of(sums_of_D), [70, 70], 2
     plan = PostprocessPlan("float32", D, blocks, varlen)
     count, at = places(blocks, lengths, varlen)
     batch = (Hq,) if varlen else (len(lengths), Hq)
-    numbers = torch.randn(*batch, count // 64, 64, blocks.columns)
-    order = [sums_of_D.place(row, column) for row in range(64) for column in range(blocks.columns)]
+    numbers = torch.randn(*batch, count // queries, queries, blocks.columns)
+    order = [sums_of_D.place(row, column) for row in range(queries) for column in range(blocks.columns)]
     assert sorted(order) == list(range(blocks.floats))
-    sums = torch.empty(*batch, count // 64, blocks.floats)
+    sums = torch.empty(*batch, count // queries, blocks.floats)
     sums[..., order] = numbers.flatten(-2)
     dq = torch.full((sum(lengths), Hq, D) if varlen else (len(lengths), lengths[0], Hq, D), math.nan)
     launch(compiled_behind, plan, sums, dq, ends_of(lengths) if varlen else None, 0.3, 0)

@@ -295,7 +295,9 @@ def test_kernels_for_all_gpus_have_room_on_each() -> None:
     assert len(SM80_FAMILY) == 6
     for target in (*SM80_FAMILY, *SM80_ON_REQUEST):
         major, minor = target.capability
-        assert target.forward_configs.shared_memory <= max_shared(10 * major + minor)
+        backward, room = target.backward_configs, max_shared(10 * major + minor)
+        assert target.forward_configs.shared_memory <= room
+        assert max(backward.shared_memory, backward.shared_memory_of_wide) <= room
 
 
 @EACH_TARGET

@@ -294,6 +294,7 @@ SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1024, 16384]), st.intege
 TABLES = {
     "sm80": sm80_backward.LARGE,
     "sm86": sm80_backward.SMALL,
+    "sm90, on request": sm80_backward.ON_REQUEST,
     "sm90": sm90_backward,
     "sm100": sm100_backward,
 }
@@ -301,8 +302,8 @@ TABLES = {
 
 @pytest.mark.parametrize("configs", TABLES.values(), ids=TABLES)
 @given(
-    D=st.integers(1, 32),
-    Dv=st.integers(1, 32),
+    D=st.integers(1, 64),
+    Dv=st.integers(1, 64),
     flags=st.tuples(*[st.booleans()] * 3),
     Sk=SIZES,
     end_masked=st.booleans(),
@@ -310,7 +311,7 @@ TABLES = {
     group=st.sampled_from([1, 1, 3, 4]),
 )
 def test_what_is_chosen_is_reachable_and_fits(
-    configs: ModuleType,
+    configs: ModuleType | sm80_backward.Table,
     D: int,
     Dv: int,
     flags: tuple[bool, ...],
@@ -325,7 +326,8 @@ def test_what_is_chosen_is_reachable_and_fits(
         return
     config = configs.backward(features, Sk, end_masked, alone, group)
     assert config in configs.reachable(features, group) and config in configs.reachable(features)
-    assert config.shared_memory(features) <= getattr(configs, "shared_memory", SHARED_MEMORY)
+    has = configs.memory(features) if isinstance(configs, sm80_backward.Table) else SHARED_MEMORY
+    assert config.shared_memory(features) <= has
     is_ragged = not (end_masked and right) and (varlen or Sk % config.cluster_keys != 0)
     assert config.ragged_k or not is_ragged
     # Some have one kernel for both.

@@ -18,19 +18,16 @@ from flex_mods import of_kernels
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 ENTRY = "flash4_torch.kernels.sm80.bwd.launch:compile_backward"
-LARGE, SMALL = sm80_backward.LARGE, sm80_backward.SMALL
-TABLES = {
-    "sm_80": LARGE,
-    "sm_86": SMALL,
-    "sm_89": SMALL,
-    "sm_90a": sm80_backward.ON_REQUEST,
-    "sm_120a": SMALL,
-}
+LARGE, SMALL, LARGEST = sm80_backward.LARGE, sm80_backward.SMALL, sm80_backward.ON_REQUEST
+TABLES = {"sm_80": LARGE, "sm_86": SMALL, "sm_89": SMALL, "sm_90a": LARGEST, "sm_120a": SMALL}
 """The table of each architecture; sm_87, sm_121a and, on request, sm_100a have others'."""
 HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (40, 24))
 DTYPES = ("bfloat16", "float16")
 BETWEEN = ((72, 72), (80, 80), (104, 104), (112, 112))
 """Heads that are narrower than those their row is made for."""
+WIDE = ((320, 320), (512, 512), (384, 384), (264, 448), (512, 64), (64, 320))
+WIDE_FLOAT32 = ((256, 256), (192, 192), (136, 64))
+"""Heads with rows of their own."""
 CAUSAL = {"right": True}
 WINDOW = {"left": True, "right": True}
 SOFTCAP = {"softcap": True, "scaled": True}
@@ -84,6 +81,8 @@ def reachable(arch: str) -> Iterator[Kernel]:
     # Of parts of queries those without a ragged end have as few registers.
     yield from (k for k in _of_heads(table, HEADS) if k[1].ragged_k or k[1].query_parts > 1)
     yield from (k for k in _of_functions(table) if k[1].ragged_k)
+    yield from _of_heads(table, WIDE)
+    yield from (k for k in _of_heads(table, WIDE_FLOAT32) if k[0].is_float32)
     if not has_others:
         yield from _of_heads(table, BETWEEN)
         yield from (k for k in _of_heads(table, HEADS) if not k[1].ragged_k)

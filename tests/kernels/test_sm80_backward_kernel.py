@@ -130,6 +130,27 @@ STATICS = {
     "two parts, bfloat16 mask": static(
         64, 64, (4, 1, 64, 1), query_parts=2, mask="bfloat16", scaled=True, dmask=True
     ),
+    "512 columns": static(512, 448, (8, 4, 64, 1), **CAUSAL),
+    "512 columns, in order": static(
+        264, 512, (8, 4, 64, 1), "float16", deterministic=True, varlen=True, dropout=True, **WINDOW
+    ),
+    "320 columns, two MMAs": static(320, 264, (8, 4, 64, 1), "float16", key_mmas=2, dropout=True, **CAUSAL),
+    "eight queries": static(320, 512, (8, 4, 32, 1), "float16", dropout=True, **CAUSAL),
+    "eight queries, two stages": static(512, 264, (8, 4, 32, 2), varlen=True, **WINDOW),
+    "eight queries, 16 keys": static(448, 264, (4, 4, 32, 1), "float16", **CAUSAL),
+    "eight queries, everything": static(
+        512, 328, (4, 4, 32, 1), varlen=True, dropout=True, deterministic=True, **SOFTCAP, **WINDOW
+    ),
+    "eight queries, bool mask": static(
+        296, 320, (4, 4, 32, 1), mask="bool", deterministic=True, dropout=True, **CAUSAL
+    ),
+    "eight queries, float16 mask": static(
+        384, 72, (8, 4, 32, 1), "float16", mask="float16", scaled=True, dmask=True, left=True
+    ),
+    "eight queries, float32 mask": static(
+        256, 192, (8, 4, 32, 1), mask="float32", dmask=True, dropout=True, **SOFTCAP
+    ),
+    "eight queries, float32 mask, 16 keys": static(64, 512, (4, 4, 32, 1), mask="float32", scaled=True),
 }
 FLOAT32 = {
     "float32": static(64, 64, (4, 1, 64, 2), "float32", **CAUSAL),
@@ -151,7 +172,17 @@ FLOAT32 = {
         large_softcap=True,
         scaled=True,
     ),
+<<<<<<< HEAD
     "two MMAs, bool mask": static(128, 72, (8, 4, 64, 1), "float32", key_mmas=2, mask="bool", **CAUSAL),
+=======
+    "256 columns": static(256, 192, (8, 4, 64, 1), "float32", varlen=True, **CAUSAL),
+    "eight queries": static(192, 256, (8, 4, 32, 1), "float32", deterministic=True, dropout=True, **CAUSAL),
+    "eight queries, TF32": static(256, 136, (8, 4, 32, 1), "float32", tf32=True, varlen=True, **WINDOW),
+    "eight queries, float32 mask": static(
+        128, 96, (8, 4, 32, 1), "float32", mask="float32", dmask=True, dropout=True, **SOFTCAP
+    ),
+    "16 keys, TF32": static(192, 160, (2, 2, 32, 1), "float32", tf32=True, mask="bool", **CAUSAL),
+>>>>>>> w-wide
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
 MASKED = {name: kernel for name, kernel in STATICS.items() if kernel[0].float_mask}
@@ -162,6 +193,10 @@ ALWAYS = (
     "own in registers, dropout, copies after S",
     "float32: TF32",
     "float32: varlen",
+    "320 columns, two MMAs",
+    "eight queries",
+    "eight queries, everything",
+    "float32: eight queries",
 )
 PLACED = backwards()
 FEW = few(STATICS, *ALWAYS)
@@ -207,7 +242,7 @@ def test_blocks_of_a_tile_overlap(name: str) -> None:
         check_gradients(kernel, call, run_backward(kernel, call, schedule=schedule))
 
 
-@pytest.mark.parametrize("name", ["in order, causal", "in order, packed"])
+@pytest.mark.parametrize("name", ["in order, causal", "in order, packed", "eight queries, everything"])
 def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
 
@@ -217,12 +252,12 @@ def test_every_tile_is_drawn_once(name: str) -> None:
     every_tile_is_drawn_once(STATICS[name], 3)
 
 
-@pytest.mark.parametrize("name", one_of(2, ["no tail", "varlen, everything"]))
+@pytest.mark.parametrize("name", one_of(2, ["no tail", "varlen, everything", "eight queries, 16 keys"]))
 def test_unseen_keys_have_no_gradient(name: str) -> None:
     unseen_keys_have_no_gradient(STATICS[name])
 
 
-@pytest.mark.parametrize("name", ["varlen"])
+@pytest.mark.parametrize("name", ["varlen", "eight queries, two stages"])
 @pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
 def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
     gradients_are_alone(STATICS[name], poison)
@@ -249,7 +284,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lies", one_of(3, list(LIES)))
-@pytest.mark.parametrize("name", few(MASKED, "float16 mask", "float32 mask"))
+@pytest.mark.parametrize("name", few(MASKED, "float16 mask", "float32 mask", "eight queries, float16 mask"))
 def test_masks_lie_in_any_order(name: str, lies: str) -> None:
     """Tiles of a mask are copied as they lie, whatever surrounds it in memory."""
     kernel, (order, pitch, broadcast) = STATICS[name], LIES[lies]

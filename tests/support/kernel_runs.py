@@ -21,7 +21,7 @@ from everything import examples
 from flash4_torch import testing
 from flash4_torch.backends.compiled.backward import mask_plan, row_plans
 from flash4_torch.compile import jit
-from flash4_torch.configs.sm80 import SMALL_BYTES
+from flash4_torch.configs.sm80 import LARGE_BYTES, SMALL_BYTES
 from flash4_torch.configs.types import (
     Features,
     Scope,
@@ -51,7 +51,7 @@ from kernel_calls import (
     each_alone,
     results,
 )
-from sm80_kernels import LARGE, SMALL
+from sm80_kernels import LARGE, LARGEST, SMALL
 
 _LAUNCHES = {
     Sm80Forward: ((*LARGE, *SMALL), "sm80.fwd.launch", "compile_forward"),
@@ -69,7 +69,7 @@ def arch_of(kernel: Kernel) -> str:
     features, config = kernel
     archs, _, _ = _LAUNCHES[type(config)]
     if len(archs) > 1 and config.shared_memory(features) > SMALL_BYTES:
-        archs = LARGE
+        archs = LARGE if config.shared_memory(features) <= LARGE_BYTES else LARGEST
     return archs[zlib.crc32(repr(kernel).encode()) % len(archs)]
 
 

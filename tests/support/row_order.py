@@ -34,7 +34,9 @@ def in_blocks(blocks: RowBlocks, x: Tensor) -> Tensor:
         # block, band, row, vector, column
         lanes = x.unflatten(-2, (-1, blocks.queries // 32, 32)).unflatten(-1, (-1, 4))
         return lanes.transpose(-3, -2).flatten(-4).contiguous()
-    split = x.unflatten(-2, (-1, blocks.bands, 4, 2, 8)).unflatten(-1, (blocks.chunks, 4, 2))
+    split = x.unflatten(-2, (-1, blocks.bands, blocks.threads // 32, 2, 8)).unflatten(
+        -1, (blocks.chunks, 4, 2)
+    )
     # block, band, warp, upper or lower, row, chunk, lane's pair, column
     batch = range(split.dim() - 8)
     # A thread's numbers, of both rows and columns, lie last, or first of a chunk.

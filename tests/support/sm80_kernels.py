@@ -10,10 +10,9 @@ from flash4_torch.configs import sm80, sm80_backward
 from flash4_torch.configs.types import Features
 from kernel_calls import Kernel
 
-LARGE, SMALL = ("sm_80",), ("sm_86", "sm_89", "sm_120a")
-"""Architectures by the SMEM of a CTA; sm_87 and sm_121a run the code of sm_80 and sm_120a."""
-HOPPER = ("sm_90a",)
-"""Hopper and Blackwell have more than both, for what no other kernels serve there."""
+LARGE, SMALL, LARGEST = ("sm_80",), ("sm_86", "sm_89", "sm_120a"), ("sm_90a",)
+"""Architectures by the SMEM of a CTA; sm_87 and sm_121a run the code of sm_80 and sm_120a. Those with kernels
+of their own have the most, for float32 and wide heads."""
 _BANDS: tuple[dict[str, Any], ...] = ({}, {"right": True}, {"left": True, "right": True})
 _USES: tuple[dict[str, Any], ...] = (
     {},
@@ -50,18 +49,21 @@ def backwards() -> dict[str, Placed]:
     """Kernels by name, some with sums in order."""
     placed: dict[str, Placed] = {}
     rows = [
-        row for dtype in ("bfloat16", "float32") for row in sm80_backward.rows_of(Features(dtype, 64, 64))
+        row
+        for dtype, D in product(("bfloat16", "float32"), (64, 512))
+        for row in sm80_backward.rows_of(Features(dtype, D, D))
     ]
     served: set[Kernel] = set()
-    tables = (SMALL, sm80_backward.SMALL), (LARGE, sm80_backward.LARGE), (HOPPER, sm80_backward.ON_REQUEST)
-    for archs, table in tables:
+    tables = (sm80_backward.SMALL, sm80_backward.LARGE, sm80_backward.ON_REQUEST)
+    for archs, table in zip((SMALL, LARGE, LARGEST), tables, strict=True):
         found: _Found = {}
         for bare, deterministic in product(_features(rows), (False, True)):
             features = bare._replace(deterministic=deterministic)
             if not table.limits(features):
                 for Sk in (4095, 4096):
                     config = table.backward(features, Sk)
-                    if archs is not HOPPER or (features, config) not in served:
+                    # Of GPUs with kernels of their own what no other table has.
+                    if archs is not LARGEST or (features, config) not in served:
                         found.setdefault((table.row(features), config), (features, config))
                     served.add((features, config))
         placed |= _placed(found, archs)

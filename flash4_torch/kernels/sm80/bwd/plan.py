@@ -203,15 +203,15 @@ class Plan(BackwardPlan):
 
     @property
     def dq_columns_at_once(self) -> int:
-        """Columns of dQ that a warp has in registers: of wide heads few. Of others, where sums have no order,
-        all, or what is left next to dK and dV of two MMAs, or to what dropout and the band need where no
-        warps share keys. With dropout half of 256: all spill 3 to 6 times for sm_86.
+        """Columns of dQ that a warp has in registers: of wide heads, and of few queries, few. Of others,
+        where sums have no order, all, or what is left next to dK and dV of two MMAs, or to what dropout and
+        the band need where no warps share keys. With dropout half of 256: all spill 3 to 6 times for sm_86.
         """
         f, columns = self.features, self.dq_columns
         if self.is_float32:
             return columns if columns <= 128 else columns // 2
-        if max(self.D, self.Dv) > 256:
-            return next(n for n in (32, 16) if columns % n == 0)
+        if max(self.D, self.Dv) > 256 or self.queries < 64:
+            return next(n for n in (32, 16, 8) if columns % n == 0)
         if f.deterministic:
             return columns
         if self.key_mmas > 1:
