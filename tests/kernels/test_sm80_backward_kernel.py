@@ -172,9 +172,7 @@ FLOAT32 = {
         large_softcap=True,
         scaled=True,
     ),
-<<<<<<< HEAD
     "two MMAs, bool mask": static(128, 72, (8, 4, 64, 1), "float32", key_mmas=2, mask="bool", **CAUSAL),
-=======
     "256 columns": static(256, 192, (8, 4, 64, 1), "float32", varlen=True, **CAUSAL),
     "eight queries": static(192, 256, (8, 4, 32, 1), "float32", deterministic=True, dropout=True, **CAUSAL),
     "eight queries, TF32": static(256, 136, (8, 4, 32, 1), "float32", tf32=True, varlen=True, **WINDOW),
@@ -182,7 +180,6 @@ FLOAT32 = {
         128, 96, (8, 4, 32, 1), "float32", mask="float32", dmask=True, dropout=True, **SOFTCAP
     ),
     "16 keys, TF32": static(192, 160, (2, 2, 32, 1), "float32", tf32=True, mask="bool", **CAUSAL),
->>>>>>> w-wide
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
 MASKED = {name: kernel for name, kernel in STATICS.items() if kernel[0].float_mask}
