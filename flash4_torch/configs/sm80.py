@@ -304,7 +304,6 @@ def _has_registers_float32(features: Features, config: Sm80Forward) -> bool:
     """The same for float32, of which three products take twice as many sums: what did not spill."""
     shared = config.column_warps
     f, keys, wide = features, config.own_keys, max(features.D // shared, features.Dv // shared) > 64
-    masked_twice = f.float_mask or bool(f.mask and f.softcap)
     if config.row_mmas > 1:
         return f.tf32 and keys <= 32 and not (wide or f.dropout or (f.mask and f.sinks))
     if f.tf32:
@@ -313,4 +312,4 @@ def _has_registers_float32(features: Features, config: Sm80Forward) -> bool:
     if not wide:
         return keys <= 32 or not f.dropout
     plain = shared == 1 or not (f.mask or f.dropout or f.sinks)
-    return keys <= 16 + 16 * plain and not (f.dropout and masked_twice) and not (shared > 1 and f.softcap)
+    return keys <= 16 + 16 * plain
