@@ -135,6 +135,7 @@ STATICS = {
         264, 512, (8, 4, 64, 1), "float16", deterministic=True, varlen=True, dropout=True, **WINDOW
     ),
     "320 columns, two MMAs": static(320, 264, (8, 4, 64, 1), "float16", key_mmas=2, dropout=True, **CAUSAL),
+    "512 columns, copies apart": static(512, 264, (8, 4, 64, 1), copies_apart=True, **CAUSAL),
     "eight queries": static(320, 512, (8, 4, 32, 1), "float16", dropout=True, **CAUSAL),
     "eight queries, two stages": static(512, 264, (8, 4, 32, 2), varlen=True, **WINDOW),
     "eight queries, 16 keys": static(448, 264, (4, 4, 32, 1), "float16", **CAUSAL),
@@ -224,12 +225,14 @@ def test_every_config_of_the_tables(name: str, data: st.DataObject) -> None:
             "own in registers, dropout, copies after S",
             "own in registers, copies after S",
             "own in registers, in order, copies after S",
+            "512 columns, copies apart",
         ],
     ),
 )
 def test_blocks_of_a_tile_overlap(name: str) -> None:
-    """Tiles of six blocks have right gradients, though a warp may begin a block before others have used the
-    one before: a single block, which `test_values` may draw, would need none of what orders them.
+    """Tiles of six blocks have right gradients, though a warp may begin a block, or its copies, before others
+    have used the one before: a single block, which `test_values` may draw, would need none of what orders
+    them.
     """
     kernel = STATICS[name]
     p = 0.3 if kernel[0].dropout else 0.0
