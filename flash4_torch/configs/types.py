@@ -383,9 +383,6 @@ class Sm80Backward(NamedTuple):
     copies_after_scores: bool = False
     """The next block's Q and dO are copied after a block's S, whose MMAs then begin at once: an mbarrier says
     that all warps have used the block before. Not with one stage, nor with `query_parts`."""
-    copies_apart: bool = False
-    """The next block's dO is copied before dK, behind a barrier of its own, and its Q behind dK. Only with
-    one stage and several `column_warps`."""
     dq_row_mmas: int = 1
     """MMAs of 16 rows of dQ side by side that a warp has: what it reads of K serves them all."""
     scores_by_parts: bool = False

@@ -135,7 +135,7 @@ STATICS = {
         264, 512, (8, 4, 64, 1), "float16", deterministic=True, varlen=True, dropout=True, **WINDOW
     ),
     "320 columns, two MMAs": static(320, 264, (8, 4, 64, 1), "float16", key_mmas=2, dropout=True, **CAUSAL),
-    "512 columns, copies apart": static(512, 264, (8, 4, 64, 1), copies_apart=True, **CAUSAL),
+    "512 columns": static(512, 264, (8, 4, 64, 1), **CAUSAL),
     "eight queries": static(320, 512, (8, 4, 32, 1), "float16", dropout=True, **CAUSAL),
     "eight queries, two stages": static(512, 264, (8, 4, 32, 2), varlen=True, **WINDOW),
     "eight queries, narrow": static(
@@ -228,7 +228,7 @@ def test_every_config_of_the_tables(name: str, data: st.DataObject) -> None:
             "own in registers, dropout, copies after S",
             "own in registers, copies after S",
             "own in registers, in order, copies after S",
-            "512 columns, copies apart",
+            "512 columns",
         ],
     ),
 )

@@ -30,16 +30,8 @@ def load_kv(ctx: Context, tile: Tile) -> None:
 
 
 @cute.jit
-def load_rows(
-    ctx: Context,
-    tile: Tile,
-    copy: Copy,
-    of_q: cutlass.Constexpr = True,
-    of_do: cutlass.Constexpr = True,
-) -> None:
-    """Start to copy a block of Q, or dO and what belongs to scores, or both, if the tile has it: a group;
-    rows after the last become 0.
-    """
+def load_rows(ctx: Context, tile: Tile, copy: Copy) -> None:
+    """Start to copy a block of Q and dO, if the tile has it: a group; rows after the last become 0."""
     block, i, count, stage = copy
     plan, f, visit = ctx.plan, ctx.plan.features, Visit(i, count)
     head = tile.kv_head * tiles.group(ctx) + block.h
@@ -47,13 +39,11 @@ def load_rows(
     rows, grads = (Sequence(rows, *where) for rows in (ctx.maps.mQ, ctx.maps.mdO))
     sQ, sdO = (x[None, None, stage] for x in (ctx.sQ, ctx.sdO))
     D, Dv = (plan.halves(n) for n in (f.D, f.Dv))
-    if cutlass.const_expr(of_q):
-        load_block(rows, block.n, sQ, D, ctx.warp, plan.warps, visit)
-    if cutlass.const_expr(of_do):
-        load_block(grads, block.n, sdO, Dv, ctx.warp, plan.warps, visit)
-        _load_statistics(ctx, tile, head, block.n, visit, stage)
-        if cutlass.const_expr(f.float_mask):
-            load_mask(ctx, tile, head, block, visit, stage)
+    load_block(rows, block.n, sQ, D, ctx.warp, plan.warps, visit)
+    load_block(grads, block.n, sdO, Dv, ctx.warp, plan.warps, visit)
+    _load_statistics(ctx, tile, head, block.n, visit, stage)
+    if cutlass.const_expr(f.float_mask):
+        load_mask(ctx, tile, head, block, visit, stage)
     cute.arch.cp_async_commit_group()
 
 

@@ -67,7 +67,7 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         if cutlass.const_expr(plan.stages == 1):
             if cutlass.const_expr(plan.shares_weights):
                 cute.arch.sync_threads()
-            load_rows(ctx, tile, copy, of_do=not plan.config.copies_apart)
+            load_rows(ctx, tile, copy)
         add_dq(ctx, work, own)
         freed, stage = stage, Int32(0) if stage + 1 == plan.stages else stage + 1
         blocks = (*blocks[1:], _next_block(ctx, work, blocks[-1]))
@@ -101,9 +101,6 @@ def _to_dk(
     cute.arch.sync_threads()
     if cutlass.const_expr(plan.shares_weights):
         _accumulate_shared(ctx, t.dV, ctx.sP, ctx.sdO[None, None, stage])
-    if cutlass.const_expr(plan.config.copies_apart):
-        cute.arch.sync_threads()
-        load_rows(ctx, work.tile, copy, of_q=False)
     if cutlass.const_expr(plan.generates_ahead):
         # Those of the last block are of no use.
         generate_keep_bits(ctx, work, _own(ctx, work, blocks[1]))

@@ -285,7 +285,6 @@ class Plan(BackwardPlan):
         own = self.dq_columns_at_once % self.dq_own == 0 or self.dq_columns <= self.dq_chunk
         assert own or self.is_float32, "columns of dQ at once are no whole chunks"
         assert not c.copies_after_scores or (c.stages > 1 and c.query_parts == 1)
-        assert not c.copies_apart or (c.stages == 1 and self.shares_weights)
         assert not self.overlaps_blocks or self.dq_columns_at_once == self.dq_columns, "it is released once"
         assert c.stages >= 1 and (f.float_mask or not f.dmask)
         assert bool(f.mods.score_mod) == bool(f.mods.derivative) and not (any(f.mods) and f.mask)
