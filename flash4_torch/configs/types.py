@@ -364,7 +364,7 @@ class Sm80Backward(NamedTuple):
     """Warps that share 16 keys: each has some of the queries of their scores, and some columns of dK and dV.
     If there are several, P and dS go through SMEM."""
     queries: int = 64
-    """Query rows in a block."""
+    """Query rows in a block: 32, 64 or 128."""
     stages: int = 2
     """Stages of Q and dO. With one, the next block's arrive only under dQ."""
     round_weights: bool = False
@@ -373,7 +373,7 @@ class Sm80Backward(NamedTuple):
     """Sk may end inside a tile."""
     key_mmas: int = 1
     """MMAs of 16 keys side by side that a warp has: what it reads of Q and dO serves them all. With two there
-    is no softcap, and no mask beside dropout."""
+    is no mask beside dropout."""
     query_parts: int = 1
     """Parts of a warp's queries of a block, which it works on one after another: S and dP take registers for
     one of them. Not for float32."""

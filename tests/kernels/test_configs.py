@@ -153,9 +153,12 @@ def test_gradients_of_float32_have_tiles_that_fit(tf32: bool, table: sm80_backwa
     for D, uses in itertools.product((8, 64, 72, 128, 136, 192, 200, 256, 264), FLOAT32["uses"]):
         features = BARE._replace(dtype="float32", tf32=tf32, D=D, Dv=D, **uses)
         limits = table.limits(features)
-        assert bool(limits) == (D > most), limits
+        # Two warps have no registers for float32 masks.
+        is_masked = most == 192 and 128 < D <= most and features.float_mask
+        assert bool(limits) == (D > most or is_masked), limits
         if limits:
-            assert limits == [f"D is {D} and Dv is {D}, and it serves gradients of float32 up to {most}"]
+            does = "serves gradients of float32 up to" if D > most else "has no room for gradients of so many"
+            assert does in limits[0] and limits[0].startswith(f"D is {D} and Dv is {D}, and ")
         else:
             assert sm80_backward.fits(features, table.config(features), table.memory(features))
 
