@@ -93,8 +93,8 @@ _FLOAT32 = (
     Row(64, 64, _Tiles(8, 2, 64, 1), "96 KiB: two stages have no room"),
     Row(64, 64, _Tiles(4, 2, 64, 1), "73 KiB: nor have 64 keys and a floating mask"),
     Row(128, 128, _Tiles(8, 4, 64, 1, key_mmas=2),
-        "162 KiB, 178 with a floating mask: numbers of Q and dO are split for 32 keys; on an H200 1.15 to 1.2 "
-        "times as fast as for 16"),
+        "162 KiB, 178 with a floating mask: numbers of Q and dO are split for 32 keys; on an H200 1.15 to "
+        "1.2 times as fast as for 16"),
     Row(128, 128, _Tiles(8, 4, 64, 1), "112 KiB; two warps to 16 keys 2 to 36 spills"),
     Row(128, 128, _Tiles(8, 4, 32, 1), "73 KiB: 64 queries have no room"),
 )
@@ -109,7 +109,8 @@ _WIDE = (
 )
 _WIDE_FLOAT32 = (
     Row(192, 192, _Tiles(8, 2, 32, 1),
-        "184 KiB: columns of two warps are not padded to 256; on an H200 1.15 to 1.21 times as fast as the next one"),
+        "184 KiB: columns of two warps are not padded to 256; on an H200 1.15 to 1.21 times as fast as the "
+        "next one"),
     Row(256, 256, _Tiles(8, 4, 64, 1), "209 KiB, and 177 KiB up to 128 columns of one of both"),
     Row(256, 256, _Tiles(8, 4, 32, 1), "136 KiB: 64 queries have no room"),
     Row(192, 192, _Tiles(2, 2, 32, 1),

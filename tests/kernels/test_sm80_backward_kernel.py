@@ -135,7 +135,6 @@ STATICS = {
         264, 512, (8, 4, 64, 1), "float16", deterministic=True, varlen=True, dropout=True, **WINDOW
     ),
     "320 columns, two MMAs": static(320, 264, (8, 4, 64, 1), "float16", key_mmas=2, dropout=True, **CAUSAL),
-    "512 columns": static(512, 264, (8, 4, 64, 1), **CAUSAL),
     "eight queries": static(320, 512, (8, 4, 32, 1), "float16", dropout=True, **CAUSAL),
     "eight queries, two stages": static(512, 264, (8, 4, 32, 2), varlen=True, **WINDOW),
     "eight queries, narrow": static(

@@ -252,7 +252,7 @@ def apply(
 
 @cute.jit
 def prefetch(mask: Mask, own: Rows, n: Int32, lane: Int32) -> None:
-    """Bring block n of a floating mask to the L2 cache; each of the four lanes of a row names a quarter of it."""
+    """Bring block n of a floating mask to the L2 cache; four lanes of a row name a quarter of it each."""
     quarter = mask.plan.keys // 4
     key = within(n * mask.plan.keys + lane % 4 * quarter, mask.values.shape[3])
     for row in own.values:
