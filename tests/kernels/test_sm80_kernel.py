@@ -107,6 +107,18 @@ STATICS.update(
 )
 FLOAT32 = {
     "shared rows": static(256, 256, (8, 1, 32, 1), "float32", **SHARED, **CAUSAL),
+    "shared rows, everything": static(
+        192,
+        256,
+        (8, 1, 32, 1),
+        "float32",
+        mask="float32",
+        dropout=True,
+        sinks="float32",
+        softcap=True,
+        scaled=True,
+        **SHARED,
+    ),
     "shared rows, TF32": static(
         192, 160, (4, 1, 64, 1), "float32", tf32=True, dropout=True, mask="bool", varlen=False, **SHARED
     ),
@@ -132,7 +144,9 @@ FLOAT32 = {
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
 PLACED = forwards()
-FEW = few(STATICS, "no tail", "eight warps, narrow chunks", "float32: packed", "float32: shared rows, TF32")
+FEW = few(
+    STATICS, "no tail", "eight warps, narrow chunks", "float32: packed", "float32: shared rows, everything"
+)
 
 
 @pytest.mark.parametrize("name", FEW)
