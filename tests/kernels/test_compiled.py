@@ -297,7 +297,7 @@ def test_kernels_for_all_gpus_have_room_on_each() -> None:
         major, minor = target.capability
         backward, room = target.backward_configs, max_shared(10 * major + minor)
         assert target.forward_configs.shared_memory <= room
-        assert max(backward.shared_memory, backward.shared_memory_of_wide) <= room
+        assert max(backward.shared_memory, backward.shared_memory_unasked) <= room
 
 
 @EACH_TARGET
