@@ -1,0 +1,88 @@
+"""Small attention calls of compiled graphs on a CPU, written in torch's own operators.
+
+They are those that torch's fused operator does not serve (`cpu_in_graph`). Our operator would call back into
+Python, which takes longer than so few weights do. Forward and backward make the same weights, so that the
+joint graph of a step makes them once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import env
+from ..problem import CallOptions, has_float_mask
+from ..reference import dropout
+from . import decomposition, weights_in_graph
+from .weights_in_graph import OfOutput
+
+MOST = 1 << 16
+"""Weights of all heads, at most."""
+
+
+def serves(q: Tensor, k: Tensor, rng_state: Tensor | None, options: CallOptions) -> bool:
+    """Whether a call in a graph for Inductor is best written out."""
+    return (
+        q.device.type == "cpu"
+        and not options.softcap
+        and (rng_state is None or len(rng_state) == dropout.STATE)
+        and not env.BACKEND.get()
+        and weights_in_graph.fit(q, k, MOST)
+    )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    options: CallOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, lse_low), as `flash4::attention` returns them."""
+    q, k, v = weights_in_graph.laid_out(q, k, v)
+    weights, lse, low = _weights(q, k, attn_mask, sinks, options)
+    if rng_state is not None:
+        kept = dropout.keep_each(rng_state, options.dropout_p, *weights.shape)
+        weights = torch.where(kept, weights * dropout.scale(options.dropout_p), 0.0)
+    out = weights.to(q.dtype) @ decomposition.heads_first(v, q)
+    if not has_float_mask(attn_mask):
+        low = lse.new_empty(*lse.shape[:2], 0)
+    return out.transpose(1, 2).contiguous(), lse, low
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    options: CallOptions,
+    mask_grad: bool,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv, dmask, dsinks), as `flash4::attention_backward` returns them."""
+    weights, _, _ = _weights(*weights_in_graph.laid_out(q, k, v)[:2], attn_mask, sinks, options)
+    if rng_state is not None:
+        kept = dropout.keep_each(rng_state, options.dropout_p, *weights.shape)
+        weights = torch.where(kept, weights, -weights)
+    scored_by: tuple[Any, ...] = attn_mask, sinks, rng_state, *options[:-1]
+    grads = weights_in_graph.backward(
+        None, q, k, lse, None, *scored_by, False, mask_grad, output=OfOutput(dout, dlse, v), saved=weights
+    )
+    return tuple(q.new_empty(0) if x is None else x for x in grads)
+
+
+def _weights(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, options: CallOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each head's weights before dropout, not rounded, lse, and its rounding error."""
+    scores, _ = weights_in_graph.all_scores(q, k, attn_mask, sinks, options)
+    weights, lse, low = decomposition.softmax(scores, None)
+    return weights if sinks is None else weights[..., :-1], lse, low
