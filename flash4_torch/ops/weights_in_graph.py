@@ -88,7 +88,7 @@ def forward(
 def all_scores(
     q: Tensor, k: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, options: CallOptions
 ) -> tuple[Tensor, bool]:
-    """The scores (B, Hq, Sq, Sk), with sinks (B, Hq, Sq, Sk + 1), and whether a mask or a band changed them."""
+    """The scores (B, Hq, Sq, Sk), with sinks one more for each row, and whether mask or band changed them."""
     scores = decomposition.scores(q, k, options.scale, None, None, options.softcap, 0.0, products=q.dtype)
     added = _added(attn_mask, Band(options.window_left, options.window_right), scores)
     if added is not None:

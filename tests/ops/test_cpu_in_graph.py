@@ -102,7 +102,8 @@ def test_what_the_kernel_does_not_serve_keeps_the_operator(monkeypatch: pytest.M
     options = CallOptions(0.3)
     state, sinks = torch.tensor([1, 2]), torch.randn(2)
     served = q, q, q, None, None, None, *options
-    monkeypatch.setattr(small_in_graph, "MOST", 0)
+    for limit in ("MOST", "MOST_DROPPED"):
+        monkeypatch.setattr(small_in_graph, limit, 0)
     others = [
         (q, q, q, None, sinks, None, *options),
         (q, q, q, None, None, state, *options._replace(dropout_p=0.5)),

@@ -58,14 +58,15 @@ def test_backward(call: Any, has_dlse: bool) -> None:
     found = small_in_graph.backward(dout, dlse, q, k, v, lse, *scored_by, options, mask_grad)
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
-        loose = {"rtol": 4e-3, "atol": 4e-3} if a.dtype == torch.float16 else {}
+        loose: dict[str, Any] = {"rtol": 4e-3, "atol": 4e-3} if a.dtype == torch.float16 else {}
         torch.testing.assert_close(a, b, **loose)
 
 
 def arguments(kind: str, S: int = 4) -> tuple[Any, ...]:
     """The operator's arguments for a call of 2 * S * S weights that torch's kernel does not serve."""
     q = torch.randn(1, S, 2, 8)
-    options, tensors = CallOptions(0.3), [q, q, q, None, None, None]
+    options = CallOptions(0.3)
+    tensors: list[Tensor | None] = [q, q, q, None, None, None]
     if kind == "dropout":
         tensors[5], options = ops.draw_rng_state(q.device), options._replace(dropout_p=0.5)
     elif kind == "part":
@@ -75,7 +76,8 @@ def arguments(kind: str, S: int = 4) -> tuple[Any, ...]:
     elif kind == "values":
         tensors[2] = q[..., :4]
     else:
-        options = options._replace(**{kind: 1})
+        changed: dict[str, Any] = {kind: 1}
+        options = options._replace(**changed)
     return *tensors, *options
 
 
@@ -96,10 +98,10 @@ BOTH = ["flash4::attention", "flash4::attention_backward"]
 
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_up_to_the_limit_nothing_of_ours_is_called(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = arguments(kind)
-    monkeypatch.setattr(small_in_graph, "MOST", 2 * 4 * 4)
+    call, limit = arguments(kind), "MOST_DROPPED" if kind == "dropout" else "MOST"
+    monkeypatch.setattr(small_in_graph, limit, 2 * 4 * 4)
     assert called(*call) == []
-    monkeypatch.setattr(small_in_graph, "MOST", 2 * 4 * 4 - 1)
+    monkeypatch.setattr(small_in_graph, limit, 2 * 4 * 4 - 1)
     assert called(*call) == BOTH
 
 
@@ -141,7 +143,7 @@ def test_a_compiled_step_drops_what_an_eager_one_drops(dtype: torch.dtype) -> No
         out, _ = attend(x, x, x, need_weights=False)
         return [out, *torch.autograd.grad(out.square().sum(), (x, *module.parameters()))]
 
-    loose = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    loose: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(found(compiled(module)), found(module), **loose)
 
 
