@@ -22,7 +22,7 @@ from .weights_in_graph import OfOutput
 MOST = 1 << 16
 """Weights of all heads, at most, without dropout; at 2^21 the operator was up to twice as fast."""
 MOST_DROPPED = 1 << 21
-"""The same with dropout, of which eager steps of the module hold as many; the operator took 1.4 times as long."""
+"""The same with dropout, as many as eager steps of the module hold; the operator took 1.4 times as long."""
 
 
 def serves(q: Tensor, k: Tensor, rng_state: Tensor | None, options: CallOptions) -> bool:
@@ -74,20 +74,21 @@ def backward(
     """(dq, dk, dv, dmask, dsinks), as `flash4::attention_backward` returns them."""
     dtypes = q.dtype, k.dtype, v.dtype
     q, k, v, dout = _working(q, k, v, dout)
-    weights, _, _ = _weights(*weights_in_graph.laid_out(q, k, v)[:2], attn_mask, sinks, options)
+    rows, columns, _ = weights_in_graph.laid_out(q, k, v)
+    weights, _, _ = _weights(rows, columns, attn_mask, sinks, options)
     if rng_state is not None:
         kept = dropout.keep_each(rng_state, options.dropout_p, *weights.shape)
         weights = torch.where(kept, weights, -weights)
-    scored_by: tuple[Any, ...] = attn_mask, sinks, rng_state, *options[:-1]
-    grads = weights_in_graph.backward(
-        None, q, k, lse, None, *scored_by, False, mask_grad, output=OfOutput(dout, dlse, v), saved=weights
-    )
+    options_and_flags: tuple[Any, ...] = *options[:-1], False, mask_grad
+    given = q, k, lse, None, attn_mask, sinks, rng_state, *options_and_flags
+    grads = weights_in_graph.backward(None, *given, output=OfOutput(dout, dlse, v), saved=weights)
     dq, dk, dv, *others = (q.new_empty(0) if x is None else x for x in grads)
     return *(x.to(dtype) for x, dtype in zip((dq, dk, dv), dtypes, strict=True)), *others
 
 
 def _working(*tensors: Tensor) -> list[Tensor]:
-    """Copies in the working dtype: stock attention multiplies these in 16 bits no more than we do."""
+    """Copies in the working dtype. Stock attention makes products of 16 bits in float32, too: many CPUs
+    are several times as slow in 16."""
     return [x.to(working_dtype(x.dtype)) for x in tensors]
 
 
