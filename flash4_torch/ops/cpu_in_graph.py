@@ -1,4 +1,4 @@
-"""Attention of compiled graphs on a CPU: torch's own operator, in Inductor's table of decompositions.
+"""Attention of compiled graphs on a CPU: torch's own operators, in Inductor's table of decompositions.
 
 The backend that would serve these calls runs torch's kernel, too. In a graph nothing has to be decided
 anymore, and the graph of stock attention holds just that operator, so that a call into Python would lose.
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import env
-from ..problem import has_float_mask
+from ..problem import CallOptions, has_float_mask
 from ..reference.scoring import working_dtype
-from . import decomposition, schema
+from . import decomposition, schema, small_in_graph
 from .after_import import after_import
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -37,6 +37,8 @@ def _attention(
     """`flash4::attention`, or NotImplemented: the graph keeps the operator."""
     causal = _served(q, k, v, attn_mask, sinks, *options)
     if causal is None:
+        if _is_small(q, k, rng_state, *options):
+            return small_in_graph.forward(q, k, v, attn_mask, sinks, rng_state, CallOptions(*options))
         return NotImplemented
     added = _added(attn_mask, q.dtype)
     out, lse = _forward(*_heads_first(q, k, v), 0.0, causal, attn_mask=added, scale=options[0])
@@ -69,13 +71,17 @@ def _attention_backward(
     """`flash4::attention_backward`, or NotImplemented."""
     *options, mask_grad = options_and_mask_grad
     causal = _served(q, k, v, attn_mask, sinks, *options)
+    by_kernel = causal is not None and not (has_float_mask(attn_mask) or dlse is not None or mask_grad)
+    if not by_kernel and _is_small(q, k, rng_state, *options):
+        scored_by = attn_mask, sinks, rng_state, CallOptions(*options)
+        return small_in_graph.backward(dout, dlse, q, k, v, lse, *scored_by, mask_grad)
     if causal is None:
         return NotImplemented
     if has_float_mask(attn_mask) and lse_low is not None:
         # Finds the error by itself, and leaves nothing that uses the forward's.
         same = dout, dlse, q, k, v, out, lse, None, attn_mask, sinks, rng_state
         return schema.attention_backward(*same, *options_and_mask_grad)
-    if has_float_mask(attn_mask) or dlse is not None or mask_grad:
+    if not by_kernel:
         return NotImplemented
     if attn_mask is not None:
         # exp(-inf - -inf) would be NaN; the kernel itself gives a row that sees nothing 0.
@@ -85,6 +91,18 @@ def _attention_backward(
     grads = _backward(*given, lse, 0.0, causal, attn_mask=added, scale=options[0])
     nothing = q.new_empty(0)
     return *(x.transpose(1, 2) for x in grads), nothing, nothing
+
+
+def _is_small(q: Tensor, k: Tensor, rng_state: Tensor | None, *options: Any) -> bool:
+    """Whether a call that torch's kernel does not serve is written out."""
+    return not _is_package() and small_in_graph.serves(q, k, rng_state, CallOptions(*options))
+
+
+def _is_package() -> bool:
+    """Whether the graph is for a package, which calls back to our operator: it chooses where it is loaded."""
+    from torch._inductor.virtualized import V
+
+    return V.aot_compilation is True
 
 
 def _served(
@@ -103,11 +121,10 @@ def _served(
     """Whether a call that torch's kernel serves is causal; None if it does not serve it, whatever unknown
     sizes may turn out to be."""
     # Loads sympy, as compiling does.
-    from torch._inductor.virtualized import V
     from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
 
-    if V.aot_compilation is True:
-        return None  # such packages call back to our operator, which chooses where they are loaded
+    if _is_package():
+        return None
     plain = sinks is None and left is None and not softcap and not dropout_p and scale >= _TINY
     if q.device.type != "cpu" or not plain or env.BACKEND.get():
         return None

@@ -56,7 +56,7 @@ def serves(
         TracingContext.try_get() is not None
         and (rng_state is None or len(rng_state) == dropout.STATE)
         and not env.BACKEND.get()
-        and _fit(q, k, most.get(q.device.type, 0))
+        and fit(q, k, most.get(q.device.type, 0))
     )
 
 
@@ -71,16 +71,10 @@ def forward(
     average_heads: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, weights), as `ops.attention_and_weights` returns them."""
-    scale, softcap = options.scale, options.softcap
-    q, k, v = _laid_out(q, k, v)
-    scores = decomposition.scores(q, k, scale, None, None, softcap, 0.0, products=q.dtype)
-    added = _added(attn_mask, Band(options.window_left, options.window_right), scores)
-    if added is not None:
-        scores = scores + added
-    if sinks is not None:
-        scores = torch.cat([scores, decomposition.column(sinks, scores)], -1)
+    q, k, v = laid_out(q, k, v)
+    scores, is_masked = all_scores(q, k, attn_mask, sinks, options)
     # Dropout's factor is applied before the weights are rounded.
-    weights, lse = _softmax(scores, q.dtype if rng_state is None else scores.dtype, added is not None)
+    weights, lse = _softmax(scores, q.dtype if rng_state is None else scores.dtype, is_masked)
     if sinks is not None:
         weights = weights[..., :-1]
     if rng_state is not None:
@@ -89,6 +83,19 @@ def forward(
     weights = weights.to(q.dtype)
     out = weights @ decomposition.heads_first(v, q)
     return out.transpose(1, 2).contiguous(), lse, weights.mean(1) if average_heads else weights
+
+
+def all_scores(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, options: CallOptions
+) -> tuple[Tensor, bool]:
+    """The scores (B, Hq, Sq, Sk), with sinks one more for each row, and whether mask or band changed them."""
+    scores = decomposition.scores(q, k, options.scale, None, None, options.softcap, 0.0, products=q.dtype)
+    added = _added(attn_mask, Band(options.window_left, options.window_right), scores)
+    if added is not None:
+        scores = scores + added
+    if sinks is not None:
+        scores = torch.cat([scores, decomposition.column(sinks, scores)], -1)
+    return scores, added is not None
 
 
 def _added(attn_mask: Tensor | None, band: Band, scores: Tensor) -> Tensor | None:
@@ -157,12 +164,12 @@ class _Softmax(torch.autograd.Function):
 
 def serves_backward(q: Tensor, k: Tensor, softcap: float) -> bool:
     """Whether a backward is being traced for a compiled graph, and of a size and kind to be written out."""
-    return TracingContext.try_get() is not None and not softcap and _fit(q, k, _IN_BACKWARD)
+    return TracingContext.try_get() is not None and not softcap and fit(q, k, _IN_BACKWARD)
 
 
 def saves_weights(q: Tensor, k: Tensor, softcap: float) -> bool:
     """Whether the forward of a compiled graph makes each head's weights, and saves them for its backward."""
-    return serves_backward(q, k, softcap) and _fit(q, k, _SAVED)
+    return serves_backward(q, k, softcap) and fit(q, k, _SAVED)
 
 
 def each_head(*scored_by: Any) -> Tensor:
@@ -203,7 +210,7 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    dweights: Tensor,
+    dweights: Tensor | None,
     q: Tensor,
     k: Tensor,
     lse: Tensor,
@@ -222,8 +229,8 @@ def backward(
     output: OfOutput | None = None,
     saved: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of the weights and, with `output`, of out and lse; of each head's weights, which are what
-    the forward saved, or come from their operator.
+    """Gradients of the weights (`dweights` may be None with `output`) and, with `output`, of out and lse; of
+    each head's weights, which are what the forward saved, or come from their operator.
 
     dw = dout v^T + dweights;   ds = w * (dw - rowsum(w * dw) + dlse)
     dq = scale * ds k;   dk = scale * ds^T q;   dv = w^T dout
@@ -234,13 +241,13 @@ def backward(
     # Without the factor of dropout, which would round them once more.
     weights, kept = (signed.abs(), signed.relu()) if dropout_p else (signed, signed)
     factor = dropout.scale(dropout_p)
-    dw = (dweights[:, None] / Hq if average_heads else dweights).to(work)
+    dw = 0.0 if dweights is None else (dweights[:, None] / Hq if average_heads else dweights).to(work)
     dv = None
     if output is not None:
         dout = _rows(output.dout, Hk)
-        q, k, v = _laid_out(q, k, output.v)
+        q, k, v = laid_out(q, k, output.v)
         dw = dw + (dout @ v.permute(0, 2, 3, 1)).view(weights.shape).to(work)
-        dv = (_of_groups(kept, Hk).transpose(2, 3) @ dout * factor).transpose(1, 2)
+        dv = (_of_groups(kept.to(q.dtype), Hk).transpose(2, 3) @ dout * factor).transpose(1, 2)
     if dropout_p:
         # A weight that was dropped has no gradient, whatever becomes of dw.
         dw = torch.where(signed > 0, dw * factor, 0.0)
@@ -261,7 +268,7 @@ def backward(
     return Gradients(dq.transpose(1, 2), dk.transpose(1, 2), dv, dmask, dsinks)
 
 
-def _laid_out(*tensors: Tensor) -> tuple[Tensor, ...]:
+def laid_out(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The same tensors (B, S, H, D), each head's rows together, as products of more than one batch entry want
     them: tensors of one shape are copied at once, instead of each for itself."""
     # Loads sympy, as compiling does.
@@ -286,7 +293,7 @@ def _of_groups(x: Tensor, Hk: int) -> Tensor:
     return x.reshape(B, Hk, Hq // Hk * S, n)
 
 
-def _fit(q: Tensor, k: Tensor, most: int) -> bool:
+def fit(q: Tensor, k: Tensor, most: int) -> bool:
     """Whether the weights of all heads are at least one, and not too many; not if a size is unknown."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 

@@ -293,28 +293,49 @@ class _Few(NamedTuple):
 def keep_each(rng_state: Tensor, p: float, B: int, Hq: int, Sq: int, Sk: int) -> Tensor:
     """The whole mask, bool (B, Hq, Sq, Sk), for graphs that fuse it with what uses it.
 
-    Each weight has a call of the generator for itself, and nothing is done in place. Sizes may be symbolic.
-    rng_state: int64 (2,), of a call that is no part of a larger one.
+    Nothing is done in place, and sizes may be symbolic. On a GPU each weight has a call of the generator for
+    itself, on a CPU 32 share one. rng_state: int64 (2,), of a call that is no part of a larger one.
     """
     device = rng_state.device
-    i, j = torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
-    heads = torch.arange(B * Hq, device=device).view(B, Hq, 1, 1)
-    # What is computed once for rows alone would be a kernel for itself, whose launch takes longer.
-    i, j, heads = torch.broadcast_tensors(i, j, heads)
+    if thresholds(p)[0] >= 2**PLANES:
+        return torch.zeros(B, Hq, Sq, Sk, dtype=torch.bool, device=device)
+    # The indices of a CPU are as wide as the words that it reads.
+    index = torch.int32 if device.type == "cpu" else torch.int64
+    i, j = (torch.arange(n, dtype=index, device=device) for n in (Sq, Sk))
+    i, heads = i[:, None], torch.arange(B * Hq, device=device)
+    if device.type == "cpu":
+        bits = _spread_bits(rng_state, p, heads, Sq, Sk).view(B, Hq, Sq, Sk)
+    else:
+        # What is computed once for rows alone would be a kernel for itself, whose launch takes longer.
+        i, j, heads = torch.broadcast_tensors(i, j, heads.view(B, Hq, 1, 1))
+        # A mask of bits keeps torch's compiler from multiplying an index in 32 bits.
+        words = (j >> 4 << 2) | (j >> 1 & 3), (i >> 4 << 1) | (i >> 2 & 1)
+        bits = _bits_of_words(rng_state, p, *words, heads)
+    place = ((i & 3) << 3) | ((j & 1) << 2) | ((j >> 3 & 1) << 1) | (i >> 3 & 1)
+    return (bits >> place & 1) != 0
+
+
+def _spread_bits(rng_state: Tensor, p: float, heads: Tensor, Sq: int, Sk: int) -> Tensor:
+    """The int32 word of keep bits that each weight reads its own from, (heads, Sq, Sk)."""
+    rows, columns = (Sq + BLOCK - 1) // BLOCK, (Sk + BLOCK - 1) // BLOCK
+    i, j = (torch.arange(n, device=heads.device) for n in (rows * 2, columns * 4))
+    bits = _bits_of_words(rng_state, p, j, i[:, None], heads[:, None, None]).to(torch.int32)
+    # A strided view is of memory: a graph makes each word once, and not for each of its weights.
+    bits = bits.as_strided(bits.shape, bits.stride()).view(-1, rows, 1, 2, 1, columns, 1, 4, 1)
+    spread = bits.expand(-1, -1, 2, -1, 4, -1, 2, -1, 2)
+    return spread.reshape(-1, rows * BLOCK, columns * BLOCK)[:, :Sq, :Sk]
+
+
+def _bits_of_words(rng_state: Tensor, p: float, j: Tensor, i: Tensor, heads: Tensor) -> Tensor:
+    """Keep bits as in `Dropout._compare`, the lower 32 of int64, of counter words that broadcast."""
     seed, offset = rng_state[0], rng_state[1] & _LOW32
-    # A mask of bits keeps torch's compiler from multiplying an index in 32 bits.
-    counter = (j >> 4 << 2) | (j >> 1 & 3), (i >> 4 << 1) | (i >> 2 & 1), heads & _LOW32, offset
-    words = philox(counter, (seed & _LOW32, (seed >> 32) & _LOW32))
+    words = philox((j, i, heads & _LOW32, offset), (seed & _LOW32, (seed >> 32) & _LOW32))
     turned = [_rotate_left(words[(k + 1) % 4], by) for k, by in enumerate(ROTATIONS)]
     t, f = thresholds(p)
-    if t >= 2**PLANES:
-        return torch.zeros(B, Hq, Sq, Sk, dtype=torch.bool, device=device)
-    place = ((i & 3) << 3) | ((j & 1) << 2) | ((j >> 3 & 1) << 1) | (i >> 3 & 1)
-    kept = (turned[0] ^ turned[1] ^ turned[2]) >= f
+    kept = -((turned[0] ^ turned[1] ^ turned[2]) >= f).long()
     low = [_rotate_left(words[k] ^ turned[k] ^ turned[k + 1], TURN) for k in range(4)]
     for k, plane in enumerate((*low, *words)):
-        bit = (plane >> place & 1) != 0
-        kept = kept & bit if t >> k & 1 else kept | bit
+        kept = kept & plane if t >> k & 1 else kept | plane
     return kept
 
 

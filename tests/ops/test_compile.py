@@ -248,7 +248,12 @@ def assert_close_to_replay(actual: list[Tensor], q: Tensor, k: Tensor, v: Tensor
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_dropout_draws_what_eager_draws(backend: str) -> None:
     arguments = dense()
-    assert_same(seeded(compiled(dropped, backend=backend), 3, arguments), seeded(dropped, 3, arguments))
+    found = seeded(compiled(dropped, backend=backend), 3, arguments), seeded(dropped, 3, arguments)
+    if backend == "inductor":
+        # So few weights are written out, in other roundings.
+        torch.testing.assert_close(*found)
+    else:
+        assert_same(*found)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
