@@ -83,7 +83,8 @@ def backward(
     given = q, k, lse, None, attn_mask, sinks, rng_state, *options_and_flags
     grads = weights_in_graph.backward(None, *given, output=OfOutput(dout, dlse, v), saved=weights)
     dq, dk, dv, *others = (q.new_empty(0) if x is None else x for x in grads)
-    return *(x.to(dtype) for x, dtype in zip((dq, dk, dv), dtypes, strict=True)), *others
+    grads_of_qkv = zip((dq, dk, dv), dtypes, strict=True)
+    return *(x.to(dtype).contiguous() for x, dtype in grads_of_qkv), *(x.contiguous() for x in others)
 
 
 def _working(*tensors: Tensor) -> list[Tensor]:
