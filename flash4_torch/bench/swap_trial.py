@@ -171,8 +171,9 @@ def _kept(out: Tensor, shape: tuple[int, int, int, int], p: float) -> Tensor:
     kept = _saved(out, torch.bool, shape)
     if kept is None and (bytes_kept := _saved(out, torch.uint8, shape)) is not None:
         kept = bytes_kept.bool()
-    if kept is None and (signed := _saved(out, out.dtype, shape)) is not None:
-        kept = ~signed.signbit()
+    for dtype in (out.dtype, torch.float32):
+        if kept is None and (signed := _saved(out, dtype, shape)) is not None:
+            kept = ~signed.signbit()
     return dropout_mask(saved_rng_state(out), *shape, p) if kept is None else kept
 
 

@@ -2,7 +2,8 @@
 
 They are those that torch's fused operator does not serve (`cpu_in_graph`). Our operator would call back into
 Python, which takes longer than so few weights do. Forward and backward make the same weights, so that the
-joint graph of a step makes them once.
+joint graph of a step makes them once. A hidden key whose score is infinite or NaN makes NaN, as in stock
+attention, which adds masks, too.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def test_the_backward_of_a_floating_mask(mask_grad: bool, has_dlse: bool) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_step_drops_what_an_eager_one_drops(dtype: torch.dtype) -> None:
-    """With one seed, the module's output and gradients are those of eager mode."""
+    """The module's output and gradients are those of eager mode with the same seed."""
     module = MultiheadAttention(32, 2, 0.3, batch_first=True, dtype=dtype)
     x = torch.randn(2, 21, 32, dtype=dtype, requires_grad=True)
 
