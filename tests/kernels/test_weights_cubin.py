@@ -31,6 +31,13 @@ KEYS = [
     for arch in ("sm_90a", "sm_100a")
     for average in (True, False)
 ]
+KEYS_READ_LATE = [
+    Key(WEIGHTS, (Features("float16", D, 0)._replace(**uses), True), arch)
+    for arch in ("sm_90a", "sm_100a")
+    for D in (64, 128)
+    for uses in ({"mask": "float16", "scaled": True, "dropout": D == 64}, {"mask": "bool"}, {})
+]
+"""Kernels of which ptxas released stages while they were read, most of CUDA 12 and 13."""
 KEYS_SM80 = [
     Key(WEIGHTS, (*key.static, False), arch)
     for key in KEYS
@@ -56,7 +63,13 @@ KEYS_SIGNED = [
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
     return compiled_files.codes(
-        [*one_of(16, KEYS), *one_of(32, KEYS_SM80), *one_of(71, KEYS_FLOAT32), *one_of(19, KEYS_SIGNED)],
+        [
+            *one_of(16, KEYS),
+            *one_of(6, KEYS_READ_LATE),
+            *one_of(32, KEYS_SM80),
+            *one_of(71, KEYS_FLOAT32),
+            *one_of(19, KEYS_SIGNED),
+        ],
         tmp_path_factory,
     )
 
@@ -75,6 +88,11 @@ def allowed(key: Key) -> int:
 def test_nothing_spills(compiled: dict[Key, cubin.Code]) -> None:
     spilling = {key: code for key, code in compiled.items() if code.spills > allowed(key)}
     assert not spilling, "\n".join(map(str, spilling.items()))
+
+
+def test_no_stage_is_released_while_it_is_read(compiled: dict[Key, cubin.Code]) -> None:
+    early = {key: code for key, code in compiled.items() if code.early_arrivals}
+    assert not early, "\n".join(map(str, early.items()))
 
 
 def test_registers_suffice(compiled: dict[Key, cubin.Code]) -> None:

@@ -28,6 +28,10 @@ store of TMEM; TMA copies by tensor maps and bulk reductions; arithmetic on pair
 _SET_REGISTERS = 0x1C8
 _UNSIGNALLED = 7
 """Value in the place of a scoreboard's number where there is none."""
+_LOAD_SHARED, _LOAD_MATRIX, _FENCE_PROXY, _ARRIVE = 0x184, 0x03B, 0x1C6, 0x9A7
+"""LDS, LDSM and FENCE.VIEW.ASYNC by their lowest 9 bits, SYNCS.ARRIVE by its lowest 12."""
+_NEVER = 0xF
+"""The predicate of what is never done, such as loads that fill a gap."""
 
 
 _ABI, _LAST_ABI_OF_LOW_BYTE = 8, 7
@@ -50,6 +54,8 @@ class Code(NamedTuple):
     """Registers per thread that roles shrink to or ask for."""
     registers: int
     """Registers per thread at launch."""
+    early_arrivals: int
+    """Arrivals at barriers of shared memory that wait for no load from it that was issued before them."""
 
 
 def read(file: Path) -> list[Code]:
@@ -99,7 +105,29 @@ def _code(cubin: bytes) -> Code:
         kinds={name: found[low] for name, low in _KINDS.items()},
         budgets={low >> 32 & 0xFF for low, _ in instructions if low & 0x1FF == _SET_REGISTERS},
         registers=_sum_of(_REGISTER_COUNT, sections[".nv.info"]),
+        early_arrivals=sum(map(_early_arrivals, texts)),
     )
+
+
+def _early_arrivals(text: bytes) -> int:
+    """Arrivals that overtake loads from shared memory, which return in order, as the code lies in memory.
+
+    A load signals a scoreboard when it has returned, or leaves that to a later one; an instruction waits for
+    the scoreboards of its mask. A proxy fence waits for all.
+    """
+    in_flight: list[int] = []
+    found = 0
+    for low, high in _INSTRUCTION.iter_unpack(text):
+        scoreboard, awaited = high >> 46 & 7, high >> 52 & 0x3F
+        returned = [i for i, own in enumerate(in_flight) if own != _UNSIGNALLED and awaited >> own & 1]
+        in_flight = in_flight[returned[-1] + 1 :] if returned else in_flight
+        if low & 0x1FF in (_LOAD_SHARED, _LOAD_MATRIX) and low >> 12 & 0xF != _NEVER:
+            in_flight.append(scoreboard)
+        elif low & 0x1FF == _FENCE_PROXY:
+            in_flight = []
+        elif low & 0xFFF == _ARRIVE:
+            found += bool(in_flight)
+    return found
 
 
 def _sum_of(wanted: int, info: bytes) -> int:

@@ -74,6 +74,17 @@ def release(ring: Ring, cursor: Cursor) -> None:
 
 
 @cute.jit
+def release_read(ring: Ring, cursor: Cursor) -> None:
+    """`release` after the warp's lanes have read the stage, by ldmatrix or loads, which TMA fills next.
+
+    ptxas does not wait for such loads before it arrives: TMA could overwrite what they are about to read
+    (ptxas.md, P32).
+    """
+    cute.arch.fence_view_async_shared()
+    release(ring, cursor)
+
+
+@cute.jit
 def fill(ring: Ring, cursor: Cursor) -> None:
     """One arrival of this warp, after what all of its lanes wrote."""
     cute.arch.sync_warp()

@@ -107,7 +107,7 @@ def _scores(ctx: Context, t: Thread, at: Cursor) -> Cursor:
     for _ in cutlass.range(ctx.plan.chunks, unroll=1):
         ring.wait_full(ctx.load_qk, at)
         _multiply(ctx, t, at.stage)
-        ring.release(ctx.load_qk, at)
+        ring.release_read(ctx.load_qk, at)
         at = ring.after(at, ctx.plan.stages)
     return at
 
