@@ -320,6 +320,24 @@ GRAPHED = (
 )
 
 
+@pytest.mark.parametrize("mask", [torch.float16, torch.bool], ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_dropout_beside_a_mask_repeats_its_bits(D: int, mask: torch.dtype) -> None:
+    """Loads of a mask hold up those of keep bits, whose stage may be filled again then (ptxas.md, P32)."""
+    torch.manual_seed(0)
+    B, S, H = 1, 4096, 8
+    inputs = [torch.randn(B, S, H, D, device="cuda").half().requires_grad_() for _ in range(3)]
+    dout, numbers = torch.randn(B, S, H, D, device="cuda").half(), torch.randn(B, H, S, S, device="cuda")
+    attn_mask = numbers > -1.0 if mask == torch.bool else numbers.to(mask)
+    found = []
+    for _ in range(8):
+        torch.manual_seed(1)
+        out = flash4_torch.attention(*inputs, attn_mask=attn_mask, dropout_p=0.1, deterministic=True)
+        found.append((out.detach(), *torch.autograd.grad(out, inputs, dout)))
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+
+
 @pytest.mark.parametrize("form", GRAPHED, ids=str)
 def test_graphs_read_new_data(form: Form) -> None:
     """A mask is read anew as well: which of its blocks are empty is not remembered."""
