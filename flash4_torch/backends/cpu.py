@@ -123,7 +123,6 @@ class Cpu(CallsTorch, WithoutWeights):
                 out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
             else:
                 out, lse = _forward(q, k, v, 0.0, causal, attn_mask=_added(attn_mask, dtype), scale=scale)
-            lse = lse.contiguous()
             if _is_odd(lse) and not _is_explained(lse, seen(*given, attn_mask), problem):
                 return careful(*given, attn_mask)
             low = None

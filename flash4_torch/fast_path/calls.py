@@ -59,6 +59,7 @@ def _dense_run(launch: Launch, draw: Callable[[], Tensor | None], returned: Retu
         out, lse, _, weights = launch(q, k, v, attn_mask, sinks, draw())
         if not has_lse:
             return out
+        lse = lse.contiguous()  # torch's kernel for CPUs leaves it as (B, S, H)
         return (out, lse, weights) if has_weights else (out, lse)
 
     return run

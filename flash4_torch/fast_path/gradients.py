@@ -172,6 +172,7 @@ def _forward(ctx: Any, call: FastAutograd, q: Tensor, k: Tensor, v: Tensor, *oth
     if not call.returned.lse:
         return out
     ctx.set_materialize_grads(False)
+    lse = lse.contiguous()
     return (out, lse) if weights is None else (out, lse, weights)
 
 

@@ -326,3 +326,12 @@ def test_what_it_remembers_is_bounded(long_way: LongWay) -> None:
         torch.autograd.grad(attend(), X, room[:, :, :2])
     training = attend().grad_fn.call
     assert len(training.backwards) <= 64
+
+
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_lse_is_contiguous_on_a_cpu(wants_grad: bool) -> None:
+    """PyTorch's kernel leaves it as (B, S, H), and so does a launch whose lse nobody gets."""
+    x = torch.randn(2, 40, 3, 16, requires_grad=wants_grad)
+    for _ in range(3):
+        _, lse = flash4_torch.attention(x, x, x, return_lse=True)
+        assert lse.shape == (2, 3, 40) and lse.is_contiguous()
