@@ -148,11 +148,16 @@ def sample(results: dict[Run, Result]) -> str:
 
 
 def verdict(results: dict[Run, Result], comparisons: list[Comparison], setup: Setup) -> int:
-    """Exit status: 0 if every pair agrees, and all swapped and no stock modules called our attention."""
+    """Exit status: 0 if every pair agrees, and all swapped and no stock modules called our attention.
+
+    A compiled graph on a CPU holds PyTorch's own operators instead, which nobody counts; evaluation is never
+    compiled.
+    """
     failures = [str(comparison) for comparison in comparisons if not comparison.agrees]
     for run, result in results.items():
         expected = setup.layers * setup.steps if run.swapped else 0
-        if result.training_calls != expected:
+        is_counted = not run.compiled or setup.device != "cpu" or not run.swapped
+        if is_counted and result.training_calls != expected:
             failures.append(f"{run}: {result.training_calls} calls in training, expected {expected}")
         if bool(result.evaluation_calls) != run.swapped:
             failures.append(f"{run}: {result.evaluation_calls} calls in evaluation")

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,21 @@ def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
 
 
+def train(setup: Any, run: Any) -> Any:
+    """The result of a run of the example's."""
+    from training import Training
+
+    training = Training(setup, run)
+    for _ in range(setup.steps):
+        training.step()
+    return training.result()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_swapped_training_is_stock_training(tmp_path: Path, causal: bool) -> None:
     import report
     import train_text
-    from training import Result, Run, Setup, Training
-
-    def train(setup: Setup, run: Run) -> Result:
-        training = Training(setup, run)
-        for _ in range(setup.steps):
-            training.step()
-        return training.result()
+    from training import Run, Setup
 
     # An encoder is asked for one token in seven, so it needs more of them for as steady a mean.
     batch = 2 if causal else 16
@@ -58,6 +63,20 @@ def test_swapped_training_is_stock_training(tmp_path: Path, causal: bool) -> Non
     broken = {run: result for run, result in results.items() if run.swapped}
     mistaken = {Run(run.compiled, run.dropout, swapped=False): result for run, result in broken.items()}
     assert train_text.verdict(mistaken, [], setup) == 1
+
+
+def test_a_compiled_run_on_a_cpu_passes() -> None:
+    """Its graph holds PyTorch's operators: no call of ours in training, but in evaluation."""
+    import train_text
+    from training import Run, Setup
+
+    setup = Setup(16, heads=2, layers=1, context=32, batch=2, steps=2, learning_rate=1e-3)
+    run = Run(compiled=True, dropout=0.1, swapped=True)
+    result = train(setup, run)
+    assert train_text.verdict({run: result}, [], setup) == 0
+    stock = replace(run, swapped=False)
+    assert train_text.verdict({stock: replace(result, training_calls=2)}, [], setup) == 1
+    assert train_text.verdict({run: replace(result, evaluation_calls=0)}, [], setup) == 1
 
 
 def test_times_are_compared_step_by_step() -> None:
