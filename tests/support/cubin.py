@@ -55,7 +55,7 @@ class Code(NamedTuple):
     registers: int
     """Registers per thread at launch."""
     early_arrivals: int
-    """Arrivals at barriers of shared memory that wait for no load from it that was issued before them."""
+    """Arrivals at barriers of shared memory while loads from it are in flight."""
 
 
 def read(file: Path) -> list[Code]:
