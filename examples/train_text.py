@@ -148,16 +148,17 @@ def sample(results: dict[Run, Result]) -> str:
 
 
 def verdict(results: dict[Run, Result], comparisons: list[Comparison], setup: Setup) -> int:
-    """Exit status: 0 if every pair agrees, and all swapped and no stock modules called our attention.
+    """Exit status: 0 if every pair agrees, and all swapped and no stock models have and called our attention.
 
-    A compiled graph on a CPU holds PyTorch's own operators instead, which nobody counts; evaluation is never
-    compiled.
+    A compiled graph on a CPU may hold PyTorch's own operators instead, whose calls nobody counts.
     """
     failures = [str(comparison) for comparison in comparisons if not comparison.agrees]
     for run, result in results.items():
-        expected = setup.layers * setup.steps if run.swapped else 0
-        is_counted = not run.compiled or setup.device != "cpu" or not run.swapped
-        if is_counted and result.training_calls != expected:
+        layers = setup.layers if run.swapped else 0
+        if result.swapped_modules != layers:
+            failures.append(f"{run}: {result.swapped_modules} modules of ours, expected {layers}")
+        expected, may_be_hidden = layers * setup.steps, run.compiled and setup.device == "cpu"
+        if result.training_calls != expected and not (may_be_hidden and result.training_calls == 0):
             failures.append(f"{run}: {result.training_calls} calls in training, expected {expected}")
         if bool(result.evaluation_calls) != run.swapped:
             failures.append(f"{run}: {result.evaluation_calls} calls in evaluation")

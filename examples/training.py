@@ -100,6 +100,7 @@ class Result:
     """The median."""
     steps_ms: list[float]
     peak_mib: float
+    swapped_modules: int
     training_calls: int
     evaluation_calls: int
     sample: str
@@ -161,6 +162,7 @@ class Training:
             step_ms=statistics.median(steps_ms),
             steps_ms=steps_ms,
             peak_mib=peak_mib,
+            swapped_modules=sum(isinstance(m, flash4_torch.MultiheadAttention) for m in model.modules()),
             training_calls=self._calls,
             evaluation_calls=forward_calls(used_in_evaluation),
             sample=sample(model, corpus, setup),

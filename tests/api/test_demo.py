@@ -74,9 +74,10 @@ def test_a_compiled_run_on_a_cpu_passes() -> None:
     run = Run(compiled=True, dropout=0.1, swapped=True)
     result = train(setup, run)
     assert train_text.verdict({run: result}, [], setup) == 0
-    stock = replace(run, swapped=False)
-    assert train_text.verdict({stock: replace(result, training_calls=2)}, [], setup) == 1
-    assert train_text.verdict({run: replace(result, evaluation_calls=0)}, [], setup) == 1
+    for wrong in ({"swapped_modules": 0}, {"training_calls": 1}, {"evaluation_calls": 0}):
+        assert train_text.verdict({run: replace(result, **wrong)}, [], setup) == 1
+    eager = replace(result, training_calls=0)
+    assert train_text.verdict({replace(run, compiled=False): eager}, [], setup) == 1
 
 
 def test_times_are_compared_step_by_step() -> None:
@@ -85,7 +86,7 @@ def test_times_are_compared_step_by_step() -> None:
     from training import Result, Run
 
     def result(*steps_ms: float) -> Result:
-        return Result([1.0], 1.0, 1.0, list(steps_ms), 0.0, 0, 0, "", 0)
+        return Result([1.0], 1.0, 1.0, list(steps_ms), 0.0, 0, 0, 0, "", 0)
 
     load = (1.0, 2.0, 5.0, 1.0, 3.0)
     stock = result(*(10.0 * x for x in load))
@@ -102,7 +103,7 @@ def test_memory_is_compared() -> None:
     from training import Result, Run, Setup
 
     def result(peak_mib: float) -> Result:
-        return Result([1.0], 1.0, 1.0, [1.0], peak_mib, 0, 0, "", 10**6)
+        return Result([1.0], 1.0, 1.0, [1.0], peak_mib, 0, 0, 0, "", 10**6)
 
     pairs = [
         report.Comparison(Run(False, dropout, False), result(200.0), result(200.0 * ratio), 1.0)
@@ -122,7 +123,7 @@ def test_nothing_is_compiled_without_a_compiler(
     from training import Result, Run, Setup
 
     def trained(setup: Setup, runs: list[Run], report: Any) -> dict[Run, Result]:
-        return {run: Result([1.0], 1.0, 1.0, [1.0], 0.0, 0, 0, str(run), 0) for run in runs}
+        return {run: Result([1.0], 1.0, 1.0, [1.0], 0.0, 0, 0, 0, str(run), 0) for run in runs}
 
     monkeypatch.setattr(train_text, "train_side_by_side", trained)
     for compiler, compiled in (("/usr/bin/c++", True), (None, False)):

@@ -31,13 +31,13 @@ KEYS = [
     for arch in ("sm_90a", "sm_100a")
     for average in (True, False)
 ]
-KEYS_READ_LATE = [
+KEYS_RELEASED_EARLY = [
     Key(WEIGHTS, (Features("float16", D, 0)._replace(**uses), True), arch)
     for arch in ("sm_90a", "sm_100a")
     for D in (64, 128)
     for uses in ({"mask": "float16", "scaled": True, "dropout": D == 64}, {"mask": "bool"}, {})
 ]
-"""Kernels of which ptxas released stages while they were read, most of CUDA 12 and 13."""
+"""Kernels whose stages ptxas released while they were read: all by CUDA 13, some by CUDA 12."""
 KEYS_SM80 = [
     Key(WEIGHTS, (*key.static, False), arch)
     for key in KEYS
@@ -65,7 +65,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
     return compiled_files.codes(
         [
             *one_of(16, KEYS),
-            *one_of(6, KEYS_READ_LATE),
+            *one_of(6, KEYS_RELEASED_EARLY),
             *one_of(32, KEYS_SM80),
             *one_of(71, KEYS_FLOAT32),
             *one_of(19, KEYS_SIGNED),

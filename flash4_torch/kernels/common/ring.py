@@ -75,10 +75,9 @@ def release(ring: Ring, cursor: Cursor) -> None:
 
 @cute.jit
 def release_read(ring: Ring, cursor: Cursor) -> None:
-    """`release` after the warp's lanes have read the stage, by ldmatrix or loads, which TMA fills next.
+    """`release` of a stage that the warp's lanes have read by ldmatrix or ld.shared and that TMA fills again.
 
-    ptxas does not wait for such loads before it arrives: TMA could overwrite what they are about to read
-    (ptxas.md, P32).
+    ptxas lets the arrival overtake such loads (ptxas.md, P32), and TMA could overwrite what they will read.
     """
     cute.arch.fence_view_async_shared()
     release(ring, cursor)
