@@ -104,12 +104,16 @@ def _scores(ctx: Context, t: Thread, at: Cursor) -> Cursor:
     """S = Q K^T; returns the cursor of the next head's first chunk."""
     for S in t.S:
         S.fill(0.0)
-    for _ in cutlass.range(ctx.plan.chunks, unroll=1):
+    ring.wait_full(ctx.load_qk, at)
+    _multiply(ctx, t, at.stage)
+    for _ in cutlass.range(ctx.plan.chunks - 1, unroll=1):
+        before, at = at, ring.after(at, ctx.plan.stages)
         ring.wait_full(ctx.load_qk, at)
+        # Late: by now nothing is left to wait for in the fence.
+        ring.release_read(ctx.load_qk, before)
         _multiply(ctx, t, at.stage)
-        ring.release_read(ctx.load_qk, at)
-        at = ring.after(at, ctx.plan.stages)
-    return at
+    ring.release_read(ctx.load_qk, at)
+    return ring.after(at, ctx.plan.stages)
 
 
 @cute.jit
