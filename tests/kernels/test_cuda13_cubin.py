@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not cuda13.FOLDER.exists(), reason="make test pu
 WEIGHTS = [*one_of(5, test_weights_cubin.KEYS_RELEASED_EARLY), *test_weights_cubin.KEYS[1::24]]
 FORWARD = [Key(test_sm90_cubin.ENTRY, kernel, "sm_90a") for kernel in test_sm90_cubin.common()]
 HOPPER = [*one_of(2, FORWARD), *one_of(2, test_sm90_backward_cubin.common())]
-DECODE = [key for keys in (test_decode_cubin.KEYS, test_decode_cubin.KEYS_WGMMA) for key in keys]
+DECODE = [*test_decode_cubin.KEYS, *test_decode_cubin.KEYS_WGMMA]
 OTHERS = [
     *test_sm100_cubin.keys()[:1],
     *test_sm100_backward_cubin.keys()[:1],
