@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ STATICS = {
     "packed": sm90(64, 40, (1, 128, 2, 2), pack_gqa=4, page_box=128, sinks="float32"),
     "O over Q": sm90(64, 64, (2, 48, 2, 1), o_over_q=True, k_ahead=True, page_box=16, sinks="bfloat16"),
     "odd columns": sm90(48, 240, (1, 64, 2, 1), page_box=16, **CAUSAL),
+    "whole rows": sm90(128, 80, (2, 64, 2, 2), k_ahead=True, page_box=32, **CAUSAL),
+    "whole rows, V apart": sm90(96, 96, (3, 112, 2, 2), "float16", pingpong=True, k_ahead=True, page_box=16),
     "Blackwell": sm100(64, 64, (2, 6), page_box=16, **CAUSAL),
     "Blackwell, packed": sm100(128, 72, (1, 3), "float16", pack_gqa=2, page_box=128, sinks="bfloat16"),
     "Blackwell, window": sm100(64, 96, (2, 4), softcap=True, scaled=True, page_box=32, **WINDOW),
@@ -90,8 +93,9 @@ def test_sequences_with_few_queries_are_left_alone(kernel: Kernel, least: int) -
             assert found.out[rows].isnan().all() and found.lse[:, rows].isnan().all()
 
 
-@EACH_KERNEL
-def test_pages_may_be_far_apart(kernel: Kernel) -> None:
-    """Pages are more than 2**31 elements from each other; memory in between is never touched."""
-    paged = in_pages(drawn(kernel, lengths=((9,), (33,))), 32)
-    assert same(run_paged(kernel, far_apart(paged)), run_paged(kernel, paged))
+@pytest.mark.parametrize("what", ["pages", "heads"])
+@pytest.mark.parametrize("kernel", [*EACH, STATICS["whole rows"]], ids=["sm_90a", "sm_100a", "whole rows"])
+def test_pages_and_heads_may_be_far_apart(kernel: Kernel, what: Literal["pages", "heads"]) -> None:
+    """They are more than 2**31 elements from each other; memory in between is never touched."""
+    paged = in_pages(drawn(kernel, Hk=2, lengths=((9,), (33,))), 32)
+    assert same(run_paged(kernel, far_apart(paged, what)), run_paged(kernel, paged))

@@ -97,7 +97,7 @@ STATICS = {
     "varlen, O over Q": static(192, 192, (2, 80, 2, 1), varlen=True, o_over_q=True, k_ahead=True, **CAUSAL),
 }
 STATICS |= SM90.covering(STATICS.values())
-FEW = few(STATICS, "half", "turns, half", "pair")
+FEW = few(STATICS, "half", "turns, half", "pair", "varlen")
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from hypothesis import strategies as st
@@ -15,8 +15,8 @@ from flash4_torch.reference.dropout import thresholds
 from kernel_calls import Call, Kernel, Results, calls, check_results
 from kernel_runs import compiled, emulated, run
 
-FAR = 2**31 + 64
-"""Elements from one page to the next: more than 32 bits count."""
+FAR = 2**31 + 40
+"""Elements from one page or head to the next: more than 32 bits count."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,19 @@ def in_pages(call: Call, page_size: int, layout: str = "rows", seed: int = 0) ->
     return PagedCall(call, k, v, table, torch.tensor(call.lengths[1], dtype=torch.int32))
 
 
-def far_apart(paged: PagedCall) -> PagedCall:
-    """The same call, with its pages more elements apart than 32 bits count."""
-    return replace(paged, k=_far(paged.k), v=_far(paged.v))
+def far_apart(paged: PagedCall, what: Literal["pages", "heads"]) -> PagedCall:
+    """The same call, with its pages or its heads more elements apart than 32 bits count."""
+    mode = {"pages": 0, "heads": 2}[what]
+    return replace(paged, k=_far(paged.k, mode), v=_far(paged.v, mode))
 
 
-def _far(cache: Tensor) -> Tensor:
-    empty = torch.empty(len(cache) * FAR, dtype=cache.dtype)
-    return empty.as_strided(cache.shape, (FAR, *cache.stride()[1:])).copy_(cache)
+def _far(cache: Tensor, mode: int) -> Tensor:
+    """A copy whose stride in that dimension is `FAR`, and in the others what a contiguous one has."""
+    others = cache.select(mode, 0)
+    stride = list(torch.empty(others.shape, device="meta").stride())
+    stride.insert(mode, FAR)
+    empty = torch.empty(cache.shape[mode] * FAR, dtype=cache.dtype)
+    return empty.as_strided(cache.shape, stride).copy_(cache)
 
 
 @st.composite

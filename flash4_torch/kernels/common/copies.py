@@ -45,7 +45,7 @@ def copy(
 ) -> None:
     """A TMA load that arrives at `full`; more boxes than `at_once` are issued in a loop."""
     s, g = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
+        atom, 0, cute.make_layout(1), *(cute.group_modes(x, 0, cute.rank(x)) for x in (target, source))
     )
     numbers, boxes = (cute.size(s, mode=[0, i]) for i in range(2))
     if cutlass.const_expr(boxes <= at_once):

@@ -9,27 +9,40 @@ from cutlass.memory import SmemAllocator
 
 
 def row_major_layout(
-    dtype: type, rows: int, columns: int, stages: int, part: int | None = None
+    dtype: type,
+    rows: int,
+    columns: int,
+    stages: int,
+    part: int | None = None,
+    *,
+    whole_rows: bool = False,
 ) -> cute.ComposedLayout:
     """(rows, columns, stages), with the widest swizzle that the columns allow; columns are a multiple of 16.
 
-    `part`: columns that are to be an operand of their own.
+    `part`: columns that are to be an operand of their own. `whole_rows`: eight rows lie together with all of
+    their columns, otherwise all rows of a chunk of columns.
     """
     kinds = warpgroup.SmemLayoutAtomKind
     kind = {64: kinds.K_SW128, 32: kinds.K_SW64, 16: kinds.K_SW32}[chunk_of(part or columns)]
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+    return cute.tile_to_shape(atom, (rows, columns, stages), order=(1, 0, 2) if whole_rows else (0, 1, 2))
 
 
 def column_major_layout(
-    dtype: type, columns: int, rows: int, stages: int, part: int | None = None
+    dtype: type,
+    columns: int,
+    rows: int,
+    stages: int,
+    part: int | None = None,
+    *,
+    whole_rows: bool = False,
 ) -> cute.ComposedLayout:
     """(columns, rows, stages), contiguous along the columns: the same memory as `row_major_layout`'s."""
     kinds = warpgroup.SmemLayoutAtomKind
     kind = {64: kinds.MN_SW128, 32: kinds.MN_SW64, 16: kinds.MN_SW32}[chunk_of(part or columns)]
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    # All rows of one chunk of columns lie together: one box of a TMA copy.
-    return cute.tile_to_shape(atom, (columns, rows, stages), order=(1, 0, 2))
+    # What lies together is one box of a TMA copy.
+    return cute.tile_to_shape(atom, (columns, rows, stages), order=(0, 1, 2) if whole_rows else (1, 0, 2))
 
 
 def allocate(memory: SmemAllocator, dtype: type, layout: cute.ComposedLayout) -> cute.Tensor:

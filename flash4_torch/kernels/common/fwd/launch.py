@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64
 
 from .. import attn_mask, dropout, host, mods
 from ..launch_params import LaunchParams, example_params
+from ..smem_layouts import chunk_of
 from .plan import ForwardPlan
 
 MOST_KEYS = 1 << 30
@@ -30,21 +31,31 @@ class PageArgs(NamedTuple):
     """Sequences with fewer queries are left to another launch."""
 
 
+class HeadStride(NamedTuple):
+    """Elements from one head of a cache to the next: whole chunks of columns, and what is left of them."""
+
+    chunks: Int32
+    columns: Int32
+
+
 class Pages(NamedTuple):
     """The same as the kernel takes it."""
 
     block_table: cute.Tensor
     seqused_k: cute.Tensor
     min_seqlen_q: Int32
+    page_size: Int32
     room: Int32
     """Keys that a row of the table has room for; the device would have to keep the product."""
+    k_head: HeadStride
+    v_head: HeadStride
 
 
 class Maps(NamedTuple):
     """TMA atoms, None where there is no TMA, and the tensors that they copy from or to.
 
     mQ and mO ((group, S), D, Hk, B), mK (S, D, Hk, B), mV (Dv, S, Hk, B); with pages, S of K and V is
-    the number of a page's keys, and B the number of pages.
+    the number of a page's keys, and B the number of pages, or they are as `pages.whole_row_map` has them.
     """
 
     load_q: Any
@@ -57,12 +68,21 @@ class Maps(NamedTuple):
     mO: Any
 
 
-def in_kernel(sequences_k: cute.Tensor | PageArgs | None, k: cute.Tensor) -> cute.Tensor | Pages | None:
+def in_kernel(
+    sequences_k: cute.Tensor | PageArgs | None, k: cute.Tensor, v: cute.Tensor, plan: ForwardPlan
+) -> cute.Tensor | Pages | None:
     """cu_seqlens_k or pages, as a kernel takes them."""
     if not isinstance(sequences_k, PageArgs):
         return sequences_k
-    room = Int64(k.shape[1]) * Int64(sequences_k.block_table.shape[1])
-    return Pages(*sequences_k, Int32(cutlass.min(room, Int64(MOST_KEYS))))
+    page_size = k.shape[1]
+    room = Int64(page_size) * Int64(sequences_k.block_table.shape[1])
+    heads = (_head_stride(cache, chunk_of(columns)) for cache, columns in ((k, plan.D), (v, plan.Dv)))
+    return Pages(*sequences_k, page_size, Int32(cutlass.min(room, Int64(MOST_KEYS))), *heads)
+
+
+def _head_stride(cache: cute.Tensor, chunk: int) -> HeadStride:
+    stride = Int64(cache.stride[2])
+    return HeadStride(Int32(stride // chunk), Int32(stride % chunk))
 
 
 def count_tiles(

@@ -115,6 +115,11 @@ class ForwardPlan(NamedTuple):
         return self.features.page_box > 0
 
     @property
+    def whole_rows(self) -> bool:
+        """Whether boxes of pages have all columns of their keys: one copy each (`pages.whole_row_map`)."""
+        return False
+
+    @property
     def page_boxes(self) -> int:
         """Boxes that a block of keys of a paged cache comes in."""
         return self.keys // self.features.page_box
@@ -127,7 +132,7 @@ class ForwardPlan(NamedTuple):
     @property
     def boxes_at_once(self) -> int:
         """Boxes without a loop, whose places are broadcast together: their latencies overlap."""
-        copies_each = max(n // chunk_of(n) for n in (self.D, self.Dv))
+        copies_each = 1 if self.whole_rows else max(n // chunk_of(n) for n in (self.D, self.Dv))
         return min(max(self.copies_at_once // copies_each, 1), _MOST_AT_ONCE)
 
     def check_pages(self) -> None:

@@ -86,7 +86,7 @@ def forward(
         lse_low,
         tile_counter,
         cu_seqlens_q,
-        in_kernel(sequences_k, k),
+        in_kernel(sequences_k, k, v, plan),
         mask,
         rng_state,
         sinks,

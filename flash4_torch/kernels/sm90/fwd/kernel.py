@@ -4,8 +4,8 @@
             |
 Q, K, V -> load ==load_q====> mainloop (warpgroup 1, 2, ..) -> epilogue -> O, lse
                 ==load_k====>
-                ==load_v====>
-            rng ==keep_bits=>         and rng reads the work tile from load_q
+                ==load_v====>         from load_values where V's warp is one of its own
+            rng ==keep_bits=>         and both of them read the work tile from load_q
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...common.warps import GROUP, WARP, WARPS
 from ..warps import ROWS
 from . import ramp
 from .context import Context, Layouts
-from .load import load
+from .load import load, load_values
 from .mainloop import mainloop
 from .rng import dropout_bits
 
@@ -119,6 +119,9 @@ def forward_kernel(
         cute.arch.setmaxregister_decrease(plan.registers.producer)
         if warp == 0:
             load(ctx)
+        elif cutlass.const_expr(plan.loads_v_apart):
+            if warp == 1:
+                load_values(ctx)
         elif cutlass.const_expr(plan.features.dropout and not plan.features.rng_warpgroup):
             dropout_bits(ctx, warp - 1)
     elif cutlass.const_expr(plan.features.rng_warpgroup):

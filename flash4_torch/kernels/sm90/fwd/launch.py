@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from ....configs.types import Features, Sm90Forward
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
+from ...common.fwd import pages
 from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs
@@ -59,22 +60,20 @@ def forward(
     plan.check()
     q, k, v = host.in_order(params.heads_first, q, k, v)
     out = host.in_order(params.out_heads_first, out)
-    heads, keys = host.by_kv_head(q, k), host.positions_first(k)
-    values = cute.make_tensor(v.iterator, cute.select(host.positions_first(v).layout, [1, 0, 2, 3]))
-    outputs = host.by_kv_head(out, k)
+    heads, outputs = host.by_kv_head(q, k), host.by_kv_head(out, k)
 
     layouts = Layouts(
         q=row_major_layout(plan.dtype, ROWS, plan.D, plan.warpgroups * plan.config.q_stages),
-        k=row_major_layout(plan.dtype, plan.keys, plan.D, plan.config.kv_stages),
-        v=column_major_layout(plan.dtype, plan.Dv, plan.keys, plan.config.kv_stages),
+        k=row_major_layout(plan.dtype, plan.keys, plan.D, plan.config.kv_stages, whole_rows=plan.whole_rows),
+        v=column_major_layout(
+            plan.dtype, plan.Dv, plan.keys, plan.config.kv_stages, whole_rows=plan.whole_rows
+        ),
         o=row_major_layout(plan.dtype, WARP_ROWS, plan.Dv, WARPS),
     )
     load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-    shared = load if plan.cluster_size == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     maps = Maps(
         *host.tensor_map(load, heads, layouts.q, (plan.box, plan.D)),
-        *host.tensor_map(shared, keys, layouts.k, plan.k_share, plan.shares),
-        *host.tensor_map(shared, values, layouts.v, plan.v_share, plan.shares),
+        *_key_maps(k, v, layouts, plan),
         *_store_map(store, outputs, layouts, plan),
     )
     tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
@@ -86,7 +85,7 @@ def forward(
         lse_low,
         tile_counter,
         cu_seqlens_q,
-        in_kernel(sequences_k, k),
+        in_kernel(sequences_k, k, v, plan),
         mask,
         rng_state,
         sinks,
@@ -94,6 +93,23 @@ def forward(
         plan,
     )
     tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream)
+
+
+def _key_maps(k: cute.Tensor, v: cute.Tensor, layouts: Layouts, plan: Plan) -> tuple:
+    """The atoms and tensors of K and of V."""
+    load = cpasync.CopyBulkTensorTileG2SOp()
+    if plan.whole_rows:
+        return (
+            *pages.whole_row_map(load, k, layouts.k, plan.features.page_box, plan.D),
+            *pages.whole_row_map(load, v, layouts.v, plan.features.page_box, plan.Dv),
+        )
+    shared = load if plan.cluster_size == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+    keys, values = host.positions_first(k), host.positions_first(v)
+    values = cute.make_tensor(values.iterator, cute.select(values.layout, [1, 0, 2, 3]))
+    return (
+        *host.tensor_map(shared, keys, layouts.k, plan.k_share, plan.shares),
+        *host.tensor_map(shared, values, layouts.v, plan.v_share, plan.shares),
+    )
 
 
 def _store_map(store: Any, outputs: cute.Tensor, layouts: Layouts, plan: Plan) -> tuple[Any, cute.Tensor]:

@@ -1,4 +1,7 @@
-"""The load warp: claims tiles and loads Q, K and V ahead of the consumers."""
+"""The load warp: claims tiles and loads Q, K and V ahead of the consumers.
+
+With small pages (`plan.loads_v_apart`) a second load warp, which reads the work tiles, loads V.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +47,14 @@ def load(ctx: Context) -> None:
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     owed, owes = _no_block(ctx), Boolean(False)
+    alone = not ctx.plan.loads_v_apart
     work_idx = tile_scheduler.initial_work(ctx)
     while work_idx < shape.num_work:
         number = tile_scheduler.prefetch_work(ctx, shape.num_work)
         tile = tiles.decode(ctx, shape, work_idx, at.work_idx)
         if tiles.first_query(ctx, tile) < tile.Sq:
             k_at, v_at, end_at = at.k, at.v, at.end
-            if cutlass.const_expr(ctx.plan.config.o_over_q and ctx.plan.config.q_stages == 1):
+            if cutlass.const_expr(alone and ctx.plan.config.o_over_q and ctx.plan.config.q_stages == 1):
                 # O leaves through Q's only stage, which is free only after this V was used.
                 if owes:
                     v_at, end_at = _load_v(ctx, v_at, end_at, owed)
@@ -65,18 +69,39 @@ def load(ctx: Context) -> None:
                 places = _look_up(ctx, tile, n - 1)
                 _load_k(ctx, k_at, block)
                 k_at = ring.after(k_at, ctx.plan.config.kv_stages)
-                if cutlass.const_expr(ctx.plan.config.k_ahead):
+                if cutlass.const_expr(alone and ctx.plan.config.k_ahead):
                     if owes:
                         v_at, end_at = _load_v(ctx, v_at, end_at, owed)
                     owed, owes = block, Boolean(True)
-                else:
+                elif cutlass.const_expr(alone):
                     v_at, end_at = _load_v(ctx, v_at, end_at, block)
             at = Cursors(at.work_idx, ring.after(at.q, ctx.plan.config.q_stages), k_at, v_at, end_at)
         work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
         at = at._replace(work_idx=work_at)
-    if owes:
-        _load_v(ctx, at.v, at.end, owed)
+    if cutlass.const_expr(alone):
+        if owes:
+            _load_v(ctx, at.v, at.end, owed)
     _signal_end(ctx, at.q)
+
+
+@role(produces=("load_v", "sequence_end"), consumes=("load_q", "sequence_end"))
+@cute.jit
+def load_values(ctx: Context) -> None:
+    """Load the V of every tile's blocks, from the last to the first."""
+    q_at, at, end_at = ring.start(), ring.start(), ring.start()
+    tile = tiles.read(ctx, ctx.load_q, q_at)
+    while tile.index >= 0:
+        ring.release(ctx.load_q, q_at)
+        blocks = tiles.blocks_of(ctx, tile)
+        span = blocks.span
+        places = _look_up(ctx, tile, span.last - 1)
+        for i in cutlass.range(span.last - span.first, unroll=1):
+            n, _ = tiles.block_at(ctx, blocks, span.last - 1 - i)
+            block = Block(n, tile.kv_head, tile.batch, tile.k_offset, tile.Sk, places)
+            places = _look_up(ctx, tile, n - 1)
+            at, end_at = _load_v(ctx, at, end_at, block)
+        q_at = ring.after(q_at, ctx.plan.config.q_stages)
+        tile = tiles.read(ctx, ctx.load_q, q_at)
 
 
 def _no_block(ctx: Context) -> Block:

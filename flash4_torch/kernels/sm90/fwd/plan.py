@@ -3,6 +3,7 @@
 A CTA is persistent and claims tiles of query rows from a counter:
 
     warp 0 of warpgroup 0    the load warp: claims tiles, loads Q, K and V by TMA
+    warp 1 of warpgroup 0    with small pages it loads V
     warpgroups 1, 2, ...     64 rows each: S = Q K^T, softmax, O += P V; each warp stores its 16 rows of O
     one more, with dropout   RNG warps: generate the keep bits. If a wide O leaves no registers for this
                              warpgroup, warps 1, 2 and 3 of warpgroup 0 are the RNG warps
@@ -24,9 +25,13 @@ from ....configs.types import SHARED_MEMORY, Sm90Forward
 from ...common.band import BandShape
 from ...common.budget import Budget, always, registers_of
 from ...common.fwd.plan import ForwardPlan
+from ...common.smem_layouts import chunk_of
 from ...common.softmax import Method
 from ...common.warps import GROUP, WARPS, registers_suffice
 from ..warps import LANES, ROWS, WARP_ROWS
+
+_BOXES_OF_ONE_WARP = 2
+"""Boxes of a block of K, and of V, that one warp loads in time."""
 
 
 class NamedBarrier(IntEnum):
@@ -105,7 +110,19 @@ class Plan(ForwardPlan):
     @property
     def q_readers(self) -> int:
         """Warps that read the work tile."""
-        return self.consumer_warps + self.rng_warps
+        return self.consumer_warps + self.rng_warps + self.loads_v_apart
+
+    @property
+    def loads_v_apart(self) -> bool:
+        """Whether a warp of its own loads V: a block has so many boxes that one warp could not keep up."""
+        return self.paged and self.page_boxes > _BOXES_OF_ONE_WARP
+
+    @property
+    def whole_rows(self) -> bool:
+        sizes = self.features.D, self.features.Dv
+        # Columns that a tile has beyond a head's would be the next head's.
+        fills_tiles = sizes == (self.D, self.Dv)
+        return self.paged and fills_tiles and any(n > chunk_of(n) for n in sizes)
 
     @property
     def k_share(self) -> tuple[int, int]:
