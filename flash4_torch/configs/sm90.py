@@ -101,7 +101,7 @@ TABLE = (
         _Tiles(3, 96, 3, 2, next_tile=True, k_ahead=True, lazy_rescale=True, exp_quarters_before_pv=2),
         "S 8k: 1.01; the wait left to ptxas 1.00, 3 quarters 0.99, two warpgroups 0.95"),
     Row(96, 96, None, True, None, _Tiles(3, 112, 2, 2, k_ahead=True, pingpong=True, lazy_rescale=True),
-        "S 8k: 1.02, without lazy_rescale 1.016; from pages of any size 0.02 to 0.03 more than 96 keys"),
+        "S 8k: 1.02, without lazy_rescale 1.016; from pages of any size 0.01 to 0.03 more than 96 keys"),
     Row(96, 96, None, None, None, _Tiles(2, 128, 3, 2, k_ahead=True),
         "features that need registers"),
 

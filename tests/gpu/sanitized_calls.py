@@ -130,6 +130,26 @@ def caching(Hq: int, Hk: int, D: int, kind: str) -> None:
         flash4_torch.attention_kvcache(q, k_cache, v_cache, seqused_k=lengths, causal=True, **rules)
 
 
+def prefill() -> None:
+    """150 new tokens of three sequences over pages, whose heads lie side by side or far apart."""
+    lengths = torch.tensor([150, 700, 2000], dtype=torch.int32, device="cuda")
+    for D, page, heads_first in (
+        (128, 16, False),
+        (64, 16, True),
+        (96, 48, True),
+        (256, 16, False),
+        (192, 64, True),
+    ):
+        blocks = -(-2000 // page)
+        table = torch.randperm(3 * blocks, device="cuda").view(3, blocks).int()
+        shape = (3 * blocks, 2, page, D) if heads_first else (3 * blocks, page, 2, D)
+        k_cache, v_cache = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
+        if heads_first:
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        q = torch.randn(3, 150, 8, D, device="cuda").bfloat16()
+        flash4_torch.attention_kvcache(q, k_cache, v_cache, block_table=table, seqused_k=lengths, causal=True)
+
+
 def flex() -> None:
     B, H, S, D = 1, 4, 500, 64
     slopes = torch.rand(H, device="cuda", requires_grad=True)
@@ -172,7 +192,7 @@ def with_backend(name: str, run: Callable[[], None]) -> None:
         del os.environ[env.BACKEND.name]
 
 
-FAMILIES = {f.__name__: f for f in (own_kernels, sm80, float32, weights, decode, flex)}
+FAMILIES = {f.__name__: f for f in (own_kernels, sm80, float32, weights, decode, prefill, flex)}
 
 if __name__ == "__main__":
     (family,) = sys.argv[1:]
