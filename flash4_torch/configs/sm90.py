@@ -117,6 +117,8 @@ TABLE = (
         _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True, cluster=2),
         "S 4k: 1.005; without clusters 0.999, but 16k 0.99"),
     Row(128, 128, 128, None, None, _Tiles(2, 128, 2, 2, k_ahead=True), "unmeasured, as for 64"),
+    Row(128, 128, 192, None, None, _Tiles(3, 80, 2, 2, pingpong=True, k_ahead=True, lazy_rescale=True),
+        "never timed: one tile, where 128 rows would take two"),
     Row(128, 128, 256, None, None,
         _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, exp_quarters_before_pv=1),
         "Sq 256 next to 8k and 32k keys: 1.34 to 1.40 of 192 x 80, whose second tile has 64 rows of 192"),

@@ -204,7 +204,7 @@ def test_every_row_serves_somebody() -> None:
     capped: dict[str, object] = {"mask": "bool", "softcap": True}
     extras = ({}, {"mask": "bool"}, capped, {"mask": "float32"}, {"dropout": True}, every, {"D": 64})
     for row, right, extra, Sq, Sk in itertools.product(
-        sm90.TABLE, (False, True), extras, (1, 100, 200, 4096), (256, 1024, 4096, 16384)
+        sm90.TABLE, (False, True), extras, (1, 100, 150, 200, 4096), (256, 1024, 4096, 16384)
     ):
         features = BARE._replace(**{"D": row.D, "Dv": row.Dv, "right": right, **extra})
         served.update(

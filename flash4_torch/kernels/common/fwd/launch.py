@@ -48,6 +48,7 @@ class Pages(NamedTuple):
     room: Int32
     """Keys that a row of the table has room for; the device would have to keep the product."""
     k_head: HeadStride
+    """Boxes with whole rows need it and `v_head`."""
     v_head: HeadStride
 
 

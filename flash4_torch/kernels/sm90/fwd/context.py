@@ -48,8 +48,8 @@ class Context:
     load_k: Ring
     load_v: Ring
     sequence_end: Ring
-    """One stage: V at a packed sequence's end, which the load warp itself waits for, as another sequence's V
-    follows."""
+    """One stage: V at a packed sequence's end, which the warp that loads V waits for itself, as another
+    sequence's V follows."""
     work_tile: cute.Pointer
     """`WORK_TILE_WORDS` words for each stage of Q."""
     keep_bits: Ring | None

@@ -14,7 +14,7 @@ from cutlass import Boolean, Int16, Int32
 from ...common import copies, ring, tile_scheduler
 from ...common.fwd import pages, tiles
 from ...common.fwd.pages import Places
-from ...common.fwd.tiles import Tile
+from ...common.fwd.tiles import Blocks, Tile
 from ...common.ring import Cursor
 from ...common.role import role
 from .context import Context
@@ -47,14 +47,14 @@ def load(ctx: Context) -> None:
     shape = tiles.shape(ctx)
     at = Cursors(ring.start(), ring.start(), ring.start(), ring.start(), ring.start())
     owed, owes = _no_block(ctx), Boolean(False)
-    alone = not ctx.plan.loads_v_apart
+    loads_v = not ctx.plan.loads_v_apart
     work_idx = tile_scheduler.initial_work(ctx)
     while work_idx < shape.num_work:
         number = tile_scheduler.prefetch_work(ctx, shape.num_work)
         tile = tiles.decode(ctx, shape, work_idx, at.work_idx)
         if tiles.first_query(ctx, tile) < tile.Sq:
             k_at, v_at, end_at = at.k, at.v, at.end
-            if cutlass.const_expr(alone and ctx.plan.config.o_over_q and ctx.plan.config.q_stages == 1):
+            if cutlass.const_expr(loads_v and ctx.plan.config.o_over_q and ctx.plan.config.q_stages == 1):
                 # O leaves through Q's only stage, which is free only after this V was used.
                 if owes:
                     v_at, end_at = _load_v(ctx, v_at, end_at, owed)
@@ -64,21 +64,19 @@ def load(ctx: Context) -> None:
             span = blocks.span
             places = _look_up(ctx, tile, span.last - 1)
             for i in cutlass.range(span.last - span.first, unroll=1):
-                n, _ = tiles.block_at(ctx, blocks, span.last - 1 - i)
-                block = Block(n, tile.kv_head, tile.batch, tile.k_offset, tile.Sk, places)
-                places = _look_up(ctx, tile, n - 1)
+                block, places = _next_block(ctx, tile, blocks, i, places)
                 _load_k(ctx, k_at, block)
                 k_at = ring.after(k_at, ctx.plan.config.kv_stages)
-                if cutlass.const_expr(alone and ctx.plan.config.k_ahead):
+                if cutlass.const_expr(loads_v and ctx.plan.config.k_ahead):
                     if owes:
                         v_at, end_at = _load_v(ctx, v_at, end_at, owed)
                     owed, owes = block, Boolean(True)
-                elif cutlass.const_expr(alone):
+                elif cutlass.const_expr(loads_v):
                     v_at, end_at = _load_v(ctx, v_at, end_at, block)
             at = Cursors(at.work_idx, ring.after(at.q, ctx.plan.config.q_stages), k_at, v_at, end_at)
         work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
         at = at._replace(work_idx=work_at)
-    if cutlass.const_expr(alone):
+    if cutlass.const_expr(loads_v):
         if owes:
             _load_v(ctx, at.v, at.end, owed)
     _signal_end(ctx, at.q)
@@ -96,12 +94,18 @@ def load_values(ctx: Context) -> None:
         span = blocks.span
         places = _look_up(ctx, tile, span.last - 1)
         for i in cutlass.range(span.last - span.first, unroll=1):
-            n, _ = tiles.block_at(ctx, blocks, span.last - 1 - i)
-            block = Block(n, tile.kv_head, tile.batch, tile.k_offset, tile.Sk, places)
-            places = _look_up(ctx, tile, n - 1)
+            block, places = _next_block(ctx, tile, blocks, i, places)
             at, end_at = _load_v(ctx, at, end_at, block)
         q_at = ring.after(q_at, ctx.plan.config.q_stages)
         tile = tiles.read(ctx, ctx.load_q, q_at)
+
+
+@cute.jit
+def _next_block(ctx: Context, tile: Tile, blocks: Blocks, i: Int32, places: Places | tuple[()]):
+    """The i-th block from the last on, whose places are known, and the places of the one after it."""
+    n, _ = tiles.block_at(ctx, blocks, blocks.span.last - 1 - i)
+    block = Block(n, tile.kv_head, tile.batch, tile.k_offset, tile.Sk, places)
+    return block, _look_up(ctx, tile, n - 1)
 
 
 def _no_block(ctx: Context) -> Block:
