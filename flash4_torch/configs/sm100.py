@@ -83,8 +83,10 @@ def forward(
     group: int = 1,
     seen: int | None = None,
     end_masked: bool = False,
+    heads: int | None = None,
+    num_sms: int = 1,
 ) -> Sm100Forward:
-    """The config of a call.
+    """The config of a call, whatever the number of tiles.
 
     Args:
         features: what the kernel computes.
@@ -92,14 +94,23 @@ def forward(
         Sk: key positions.
         group: query heads of each KV head.
         seen: how many keys a row sees at most, by its window. Default: Sk.
-        end_hidden: whether the band masks everything beyond the last key, as for causal calls.
+        end_masked: whether the band masks everything beyond the last key, as for causal calls.
+        heads, num_sms: see `configs.sm90.forward`.
     """
     config = _beside(features, row(features, Sq, Sk, group, seen).config)
     ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
     return config._replace(ragged_k=ragged_k, pack_gqa=best_pack(features, config.rows, Sq, group))
 
 
-def row(features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None = None) -> Row:
+def row(
+    features: Features,
+    Sq: int,
+    Sk: int,
+    group: int = 1,
+    seen: int | None = None,
+    heads: int | None = None,
+    num_sms: int = 1,
+) -> Row:
     """The row that serves a call: see `forward`."""
     rows = Sq * cover(group) if may_pack(features) else Sq
     return next(r for r in _rows_until_one_admits_all(features) if r.admits_sizes(Sq, rows))

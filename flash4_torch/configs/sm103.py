@@ -19,9 +19,11 @@ def forward(
     group: int = 1,
     seen: int | None = None,
     end_masked: bool = False,
+    heads: int | None = None,
+    num_sms: int = 1,
 ) -> Sm100Forward:
     """The config of a call: see `configs.sm100.forward`."""
-    return _exact(sm100.forward(features, Sq, Sk, group, seen, end_masked))
+    return _exact(sm100.forward(features, Sq, Sk, group, seen, end_masked, heads, num_sms))
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forward, ...]:

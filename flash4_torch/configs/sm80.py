@@ -159,13 +159,24 @@ class Table(NamedTuple):
         group: int = 1,
         seen: int | None = None,
         end_masked: bool = False,
+        heads: int | None = None,
+        num_sms: int = 1,
     ) -> Sm80Forward:
-        """The config of a call: see `configs.sm90.forward`."""
+        """The config of a call, whatever the number of tiles: see `configs.sm90.forward`."""
         config = self.row(features, Sq, Sk, group, seen).config
         ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
         return self._completed(features, config, ragged_k, best_pack(features, config.rows, Sq, group))
 
-    def row(self, features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None = None) -> Row:
+    def row(
+        self,
+        features: Features,
+        Sq: int,
+        Sk: int,
+        group: int = 1,
+        seen: int | None = None,
+        heads: int | None = None,
+        num_sms: int = 1,
+    ) -> Row:
         """The row that serves a call: see `forward`."""
         rows = Sq * cover(group) if may_pack(features) else Sq
         return next(r for r in self.rows_of(features) if r.admits(features, rows))

@@ -1,18 +1,22 @@
 """The Hopper forward kernel's tiles: which to take for which call, and why.
 
-`TABLE` is read from the top: the first row that admits the call serves it. The last column of a row says what
-it was measured at: bfloat16, 32k tokens of hidden size 2048 on an H200, throughput relative to the best
-peer's.
+`TABLE` is read from the top: the first row that admits the call, and is not for few tiles, serves launches
+of many tiles. If there are few, a row with other warpgroups may be done first, and serves the call: `row`
+estimates both. The last column says what a row was measured at: bfloat16, 32k tokens of hidden size 2048
+on an H200, throughput relative to the best peer's. Times were fitted to launches of up to seven waves there,
+next to 128 to 32k keys, full and causal (`sm90-waves-h200.json`); unmeasured rows have guesses from others.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
 from . import programs
-from .packing import best_pack, cover, may_pack, possible_packs
+from .packing import best_pack, possible_packs
 from .types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
+from .waves import Launch, TileTime
 
 _REGISTERS = {1: 216, 2: 240, 3: 160, 4: 112}
 _REGISTERS_WITH_DROPOUT = {1: 208, 2: 208}
@@ -36,129 +40,147 @@ _QUERIES_OF_CLUSTERS = 1024
 """The fewest queries for clusters: a tile without a partner leaves half a cluster idle."""
 
 
+_CLEARLY = 0.95
+"""A row for few tiles serves a call if its time is less than this share of the first row's: estimates err."""
+
+
 class Row(NamedTuple):
     """A row for head sizes up to (D, Dv). None: whatever the call has."""
 
     D: int
     Dv: int
-    rows: int | None
-    """Up to this many query rows that share keys: Sq, times the heads of a group where these are packed."""
     right: bool | None
     """Whether the band is bounded to the right, as it is for causal calls."""
     keys: int | None
     """A query row sees up to this many keys."""
     config: Sm90Forward
+    time: TileTime
     why: str
-    in_boxes: Sm90Forward | None = None
-    """Instead of `config`, whose keys would leave boxes of 16 in pages of any size."""
-    least_box: int = 32
-    """The smallest box that `in_boxes` is for."""
+    few: bool = False
+    """Only for few tiles."""
+    least_box: int = 0
+    """Only for keys in pages, in boxes of so many keys or more."""
 
-    def tiles(self, features: Features) -> Sm90Forward:
-        """The config, for a block of keys from pages perhaps another one."""
-        return self.in_boxes or self.config if features.page_box >= self.least_box else self.config
-
-    def admits_sizes(self, rows: int, keys: int) -> bool:
-        return (self.rows is None or rows <= self.rows) and (self.keys is None or keys <= self.keys)
+    def admits_keys(self, bound: int | None) -> bool:
+        """Whether it is for up to `bound` keys; None: for any number."""
+        return self.keys is None or (bound is not None and bound <= self.keys)
 
     def admits_features(self, features: Features) -> bool:
         return (
             features.D <= self.D
             and features.Dv <= self.Dv
             and self.right in (None, features.right)
-            and fits(features, self.tiles(features))
+            and self.least_box <= features.page_box
+            and fits(features, self.config)
         )
 
 
 # fmt: off
-_Tiles = Sm90Forward
+_Tiles, _Time = Sm90Forward, TileTime
 TABLE = (
-    # D   Dv   rows  right  keys
-    Row(64, 64, 64, None, None, _Tiles(1, 128, 4, 2),
-        "unmeasured: rows of a second warpgroup would be empty"),
-    Row(64, 64, 128, None, None, _Tiles(2, 128, 4, 2),
-        "unmeasured: rows of a third warpgroup would be empty"),
-    Row(64, 64, None, True, 384, _Tiles(4, 64, 4, 2, k_ahead=True),
+    # D   Dv   right  keys
+    Row(64, 64, True, 384, _Tiles(4, 64, 4, 2, k_ahead=True), _Time(11.0, 1000),
         "S 256: 1.27 of the best peer, with next_tile and lazy_rescale 1.22; tiles fit the diagonal"),
-    Row(64, 64, None, None, 1536, _Tiles(4, 64, 4, 2, next_tile=True, lazy_rescale=True),
+    Row(64, 64, None, 1536, _Tiles(4, 64, 4, 2, next_tile=True, lazy_rescale=True), _Time(17.0, 1500),
         "full S 256 to 1k: 1.14 to 1.23; causal S 512 and 1k: 1.20 and 1.13"),
-    Row(64, 64, None, True, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True, half_block=True),
+    Row(64, 64, True, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True, half_block=True),
+        _Time(10.8, 1800),
         "S 2k and 4k: 1.08 and 1.05, 16k: 0.97 to 1.01; with lazy_rescale 0.01 to 0.03 less"),
-    Row(64, 64, None, None, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True),
+    Row(64, 64, None, None, _Tiles(3, 128, 3, 2, pingpong=True, k_ahead=True), _Time(10.9, 1800),
         "S 2k and 4k: 1.05 to 1.07, 1.01 to 1.03; 16k: 0.90 to 1.005; four warpgroups 0.03 less"),
-    Row(64, 64, None, None, None, _Tiles(3, 112, 3, 2, pingpong=True),
+    Row(64, 64, None, None, _Tiles(3, 112, 3, 2, pingpong=True), _Time(11.5, 1800),
         "features that need registers: below 128 keys, above two warpgroups"),
-    Row(64, 64, None, None, None, _Tiles(2, 128, 4, 2, next_tile=True, k_ahead=True, lazy_rescale=True),
+    Row(64, 64, None, None, _Tiles(2, 128, 4, 2, pingpong=True, next_tile=True, k_ahead=True),
+        _Time(8.7, 1500), "without pingpong 1.02 to 1.16 of its time", few=True),
+    Row(64, 64, None, None, _Tiles(1, 128, 4, 2, next_tile=True, k_ahead=True), _Time(5.9, 900),
+        "without next_tile and k_ahead up to 1.1 of its time with several waves, else the same", few=True),
+    Row(64, 64, None, None, _Tiles(2, 128, 4, 2, next_tile=True, k_ahead=True, lazy_rescale=True),
+        _Time(9.4, 1500),
         "dropout: 1.03 to 1.1 of that without lazy_rescale; and features that need many registers"),
 
-    Row(96, 96, 64, None, None, _Tiles(1, 128, 3, 2), "unmeasured, as for 64"),
-    Row(96, 96, None, False, 3072, _Tiles(2, 128, 3, 2, pingpong=True, next_tile=True, k_ahead=True),
-        "S 1k: 1.20; three warpgroups of 96 keys 1.15"),
-    Row(96, 96, None, True, 3072, _Tiles(2, 128, 3, 2, next_tile=True, k_ahead=True),
+    Row(96, 96, False, 3072, _Tiles(2, 128, 3, 2, pingpong=True, next_tile=True, k_ahead=True),
+        _Time(9.8, 1800), "S 1k: 1.20; three warpgroups of 96 keys 1.15"),
+    Row(96, 96, True, 3072, _Tiles(2, 128, 3, 2, next_tile=True, k_ahead=True), _Time(9.8, 1800),
         "S 1k: 1.30"),
-    Row(96, 96, 128, None, None, _Tiles(2, 128, 3, 2, k_ahead=True), "unmeasured, as for 64"),
-    Row(96, 96, None, False, None,
+    Row(96, 96, False, None,
         _Tiles(3, 96, 3, 2, next_tile=True, k_ahead=True, lazy_rescale=True, exp_quarters_before_pv=2),
+        _Time(13.1, 2800),
         "S 8k: 1.01; the wait left to ptxas 1.00, 3 quarters 0.99, two warpgroups 0.95"),
-    Row(96, 96, None, True, None, _Tiles(3, 112, 2, 2, k_ahead=True, pingpong=True, lazy_rescale=True),
+    Row(96, 96, True, None, _Tiles(3, 112, 2, 2, k_ahead=True, pingpong=True, lazy_rescale=True),
+        _Time(13.1, 2800),
         "S 8k: 1.02, without lazy_rescale 1.016; from pages of any size 0.01 to 0.03 more than 96 keys"),
-    Row(96, 96, None, None, None, _Tiles(2, 128, 3, 2, k_ahead=True),
+    Row(96, 96, None, None, _Tiles(2, 128, 3, 2, next_tile=True, k_ahead=True), _Time(9.8, 1800),
+        "next to 8k and 32k keys; with pingpong up to 0.08 less time if causal", few=True),
+    Row(96, 96, None, None, _Tiles(1, 128, 3, 2, next_tile=True, k_ahead=True), _Time(7.0, 1300),
+        "as for 64", few=True),
+    Row(96, 96, None, None, _Tiles(2, 128, 3, 2, k_ahead=True), _Time(10.0, 1800),
         "features that need registers"),
 
-    Row(128, 128, 64, None, None, _Tiles(1, 128, 3, 1), "unmeasured, as for 64"),
-    Row(128, 128, None, False, 768, _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
-        "S 256 and 512: 1.05 and 1.12"),
-    Row(128, 128, None, False, 3072,
-        _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, exp_quarters_before_pv=1),
+    Row(128, 128, False, 768, _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
+        _Time(10.9, 1900), "S 256 and 512: 1.05 and 1.12"),
+    Row(128, 128, False, 3072,
+        _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, exp_quarters_before_pv=1), _Time(10.9, 1900),
         "S 1k and 2k: 1.08 and 1.05; the wait left to ptxas 0.002 less, 2 quarters 0.04"),
-    Row(128, 128, None, True, 3072, _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
+    Row(128, 128, True, 3072, _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
+        _Time(10.9, 1900),
         "S 256 to 2k: 1.00, 1.14, 1.07, 1.01; at 256 memory is the limit; tiles of 192 x 80 0.03 less"),
-    Row(128, 128, None, True, 6144,
-        _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True, cluster=2),
+    Row(128, 128, True, 6144,
+        _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True, cluster=2), _Time(10.9, 1900),
         "S 4k: 1.005; without clusters 0.999, but 16k 0.99"),
-    Row(128, 128, 128, None, None, _Tiles(2, 128, 2, 2, k_ahead=True), "unmeasured, as for 64"),
-    Row(128, 128, 192, None, None, _Tiles(3, 80, 2, 2, pingpong=True, k_ahead=True, lazy_rescale=True),
-        "never timed: one tile, where 128 rows would take two"),
-    Row(128, 128, 256, None, None,
-        _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, exp_quarters_before_pv=1),
-        "Sq 256 next to 8k and 32k keys: 1.34 to 1.40 of 192 x 80, whose second tile has 64 rows of 192"),
-    Row(128, 128, None, None, None, _Tiles(3, 80, 2, 2, pingpong=True, k_ahead=True, lazy_rescale=True),
-        "full S 4k to 16k: 1.03 to 1.06; causal S 16k: 1.01, 128 keys 0.99",
-        _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True)),
-    Row(128, 128, None, None, None,
+    Row(128, 128, None, None, _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
+        _Time(10.9, 1900), "boxes of 16 keys, which 80 leave in any page, would be a fifth more copies",
+        least_box=32),
+    Row(128, 128, None, None, _Tiles(3, 80, 2, 2, pingpong=True, k_ahead=True, lazy_rescale=True),
+        _Time(15.4, 3200), "full S 4k to 16k: 1.03 to 1.06; causal S 16k: 1.01, 128 keys 0.99"),
+    Row(128, 128, True, None, _Tiles(2, 128, 2, 2, pingpong=True, next_tile=True, k_ahead=True),
+        _Time(10.9, 1900), "next to 8k and 32k keys as fast as without pingpong", few=True),
+    Row(128, 128, None, None,
+        _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, exp_quarters_before_pv=1), _Time(10.9, 1900),
+        "next to 8k and 32k keys; with pingpong 1.03 of its time", few=True),
+    Row(128, 128, None, None, _Tiles(1, 128, 2, 2, next_tile=True, k_ahead=True), _Time(8.1, 1400),
+        "as for 64", few=True),
+    Row(128, 128, None, None,
         _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, lazy_rescale=True, o_over_q=True),
+        _Time(10.9, 1900),
         "dropout, whose keep bits take the room that O would have; with pingpong 0.99"),
 
-    Row(192, 128, 64, None, None, _Tiles(1, 112, 2, 2), "unmeasured, as for 64"),
-    Row(192, 128, None, None, None, _Tiles(2, 112, 2, 1, k_ahead=True),
-        "unmeasured: the most keys in two stages next to Q and O",
-        _Tiles(2, 96, 2, 1, k_ahead=True)),
+    Row(192, 128, None, None, _Tiles(2, 96, 2, 1, k_ahead=True), _Time(13.0, 3000),
+        "as for 128", least_box=32),
+    Row(192, 128, None, None, _Tiles(2, 112, 2, 1, k_ahead=True), _Time(13.0, 3000),
+        "unmeasured: the most keys in two stages next to Q and O"),
+    Row(192, 128, None, None, _Tiles(1, 112, 2, 2), _Time(9.6, 2500), "unmeasured", few=True),
 
-    Row(192, 192, 64, None, None, _Tiles(1, 96, 2, 1),
-        "unmeasured, as for 64; with 112 keys causal bool masks spill"),
-    Row(192, 192, None, None, None,
-        _Tiles(2, 80, 2, 2, next_tile=True, k_ahead=True, lazy_rescale=True, o_over_q=True,
-               exp_quarters_before_pv=2),
-        "full S 1k and 8k: 1.10 and 1.03; causal: 1.09 and 1.00; 112 keys, one stage of Q 0.01 to 0.08 less",
+    Row(192, 192, None, None,
         _Tiles(2, 64, 2, 2, next_tile=True, k_ahead=True, lazy_rescale=True, o_over_q=True,
-               exp_quarters_before_pv=2), 64),
-    Row(192, 192, None, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, lazy_rescale=True),
-        "features that need registers, or Dv > D",
-        _Tiles(2, 64, 2, 1, k_ahead=True, lazy_rescale=True), 64),
-
-    Row(256, 256, 64, None, None, _Tiles(1, 80, 2, 1), "unmeasured, as for 64"),
-    Row(256, 256, None, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, lazy_rescale=True),
-        "unmeasured: small D or Dv",
-        _Tiles(2, 64, 2, 1, k_ahead=True, lazy_rescale=True)),
-    Row(256, 256, None, None, 3072,
-        _Tiles(2, 64, 2, 1, pingpong=True, k_ahead=True, lazy_rescale=True, o_over_q=True),
-        "S 1k: full 1.02, causal 1.05; without pingpong or with 80 keys 0.01 less, with clusters 0.03"),
-    Row(256, 256, None, None, None,
-        _Tiles(2, 64, 2, 1, pingpong=True, k_ahead=True, lazy_rescale=True, o_over_q=True, cluster=2),
-        "S 4k and 16k: full 1.04 and 1.02, causal 1.02; without clusters 1.03 and 1.02, 1.005"),
-    Row(256, 256, None, None, None, _Tiles(2, 48, 2, 1, k_ahead=True, lazy_rescale=True),
+               exp_quarters_before_pv=2), _Time(14.5, 4000), "as for 128", least_box=64),
+    Row(192, 192, None, None,
+        _Tiles(2, 80, 2, 2, next_tile=True, k_ahead=True, lazy_rescale=True, o_over_q=True,
+               exp_quarters_before_pv=2), _Time(14.5, 4000),
+        "full S 1k and 8k: 1.10 and 1.03; causal: 1.09 and 1.00; 112 keys, one stage of Q 0.01 to 0.08 less"),
+    Row(192, 192, None, None, _Tiles(1, 96, 2, 1, k_ahead=True), _Time(10.7, 3300),
+        "with 112 keys causal bool masks spill", few=True),
+    Row(192, 192, None, None, _Tiles(2, 64, 2, 1, k_ahead=True, lazy_rescale=True), _Time(14.5, 4000),
+        "as for 128", least_box=64),
+    Row(192, 192, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, lazy_rescale=True), _Time(14.5, 4000),
         "features that need registers, or Dv > D"),
-    Row(256, 256, None, None, None, _Tiles(2, 32, 2, 1, k_ahead=True, lazy_rescale=True),
+
+    Row(256, 256, None, None, _Tiles(2, 64, 2, 1, k_ahead=True, lazy_rescale=True), _Time(19.7, 3800),
+        "as for 128: small D or Dv", least_box=32),
+    Row(256, 256, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, lazy_rescale=True), _Time(17.0, 3800),
+        "unmeasured: small D or Dv"),
+    Row(256, 256, None, 3072,
+        _Tiles(2, 64, 2, 1, pingpong=True, k_ahead=True, lazy_rescale=True, o_over_q=True),
+        _Time(19.7, 3800),
+        "S 1k: full 1.02, causal 1.05; without pingpong or with 80 keys 0.01 less, with clusters 0.03"),
+    Row(256, 256, None, None,
+        _Tiles(2, 64, 2, 1, pingpong=True, k_ahead=True, lazy_rescale=True, o_over_q=True, cluster=2),
+        _Time(19.7, 3800),
+        "S 4k and 16k: full 1.04 and 1.02, causal 1.02; without clusters 1.03 and 1.02, 1.005"),
+    Row(256, 256, None, None, _Tiles(1, 80, 2, 1, k_ahead=True), _Time(13.3, 4000),
+        "without k_ahead up to 1.02 of its time", few=True),
+    Row(256, 256, None, None, _Tiles(2, 48, 2, 1, k_ahead=True, lazy_rescale=True), _Time(21.0, 3800),
+        "features that need registers, or Dv > D"),
+    Row(256, 256, None, None, _Tiles(2, 32, 2, 1, k_ahead=True, lazy_rescale=True), _Time(25.0, 3800),
         "dropout with a floating mask"),
 )
 # fmt: on
@@ -171,6 +193,8 @@ def forward(
     group: int = 1,
     seen: int | None = None,
     end_masked: bool = False,
+    heads: int | None = None,
+    num_sms: int = 1,
 ) -> Sm90Forward:
     """The config of a call.
 
@@ -181,19 +205,40 @@ def forward(
         group: query heads of each KV head.
         seen: how many keys a row sees at most, by its window. Default: Sk.
         end_masked: whether the band masks everything beyond the last key, as for causal calls.
+        heads: KV heads of all batch entries. Default: so many that there are many tiles.
+        num_sms: SMs that the tiles of these heads are divided among.
     """
-    served_by = row(features, Sq, Sk, group, seen)
-    tiles = served_by.tiles(features)
-    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % tiles.keys != 0)
-    config = tiles if Sq >= _QUERIES_OF_CLUSTERS else tiles._replace(cluster=1)
+    config = row(features, Sq, Sk, group, seen, heads, num_sms).config
+    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
+    config = config if Sq >= _QUERIES_OF_CLUSTERS else config._replace(cluster=1)
     return _completed(features, config, ragged_k, best_pack(features, config.rows, Sq, group))
 
 
-def row(features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None = None) -> Row:
+def row(
+    features: Features,
+    Sq: int,
+    Sk: int,
+    group: int = 1,
+    seen: int | None = None,
+    heads: int | None = None,
+    num_sms: int = 1,
+) -> Row:
     """The row that serves a call: see `forward`."""
-    seen = Sk if seen is None else min(seen, Sk)
-    rows = Sq * cover(group) if may_pack(features) else Sq
-    return next(r for r in _rows_until_one_admits_all(features) if r.admits_sizes(rows, seen))
+    keys = Sk if seen is None else min(seen, Sk)
+    candidates = _candidates(features, _bound(keys))
+    best, least = candidates[0], math.inf
+    for row in candidates:
+        pack = best_pack(features, row.config.rows, Sq, group)
+        queries, block = row.config.rows // pack, row.config.keys
+        tiles, most = -(-Sq // queries), min(Sk, keys + queries)
+        # Keys of the first and the last tile: causal ones end with their rows.
+        first, last = (Sk - Sq + queries, Sk - Sq + tiles * queries) if features.right else (most, most)
+        shortest, longest = (max(-(-min(x, most) // block), 1) * block for x in (first, last))
+        packs = None if heads is None else heads * -(-group // pack)
+        ns = Launch(tiles, packs, shortest, longest, num_sms).ns(row.time)
+        if ns < least:
+            best, least = row, ns if row is not candidates[0] else _CLEARLY * ns
+    return best
 
 
 def limits(features: Features) -> list[str]:
@@ -208,8 +253,8 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
     packs = possible_packs(features, group)
     ragged = [False, True] if features.right or not features.varlen else [True]
     found = {
-        _completed(features, row.tiles(features)._replace(cluster=cluster), ragged_k, pack_gqa): None
-        for row in _rows_until_one_admits_all(features)
+        _completed(features, row.config._replace(cluster=cluster), ragged_k, pack_gqa): None
+        for row in dict.fromkeys(row for bound in (*_BOUNDS, None) for row in _candidates(features, bound))
         for cluster in sorted({1, row.config.cluster})
         for ragged_k in ragged
         for pack_gqa in packs
@@ -218,11 +263,22 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
 
 
 @lru_cache(maxsize=1024)
-def _rows_until_one_admits_all(features: Features) -> tuple[Row, ...]:
-    """The rows that admit the features, up to the first one that admits all sizes."""
-    rows = [row for row in TABLE if row.admits_features(features)]
-    last = next((i for i, row in enumerate(rows) if row.rows is None and row.keys is None), len(rows))
-    return tuple(rows[: last + 1])
+def _candidates(features: Features, bound: int | None) -> tuple[Row, ...]:
+    """The row for many tiles, and the first of each other number of warpgroups, for keys up to a bound."""
+    rows = [row for row in TABLE if row.admits_keys(bound) and row.admits_features(features)]
+    first = next(row for row in rows if not row.few)
+    by_warpgroups = {first.config.warpgroups: first}
+    for row in rows:
+        by_warpgroups.setdefault(row.config.warpgroups, row)
+    return tuple(by_warpgroups.values())
+
+
+def _bound(keys: int) -> int | None:
+    """The least of the table's bounds that so many keys keep."""
+    return next((bound for bound in _BOUNDS if keys <= bound), None)
+
+
+_BOUNDS = sorted({row.keys for row in TABLE if row.keys is not None})
 
 
 def _completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa: int) -> Sm90Forward:

@@ -15,6 +15,7 @@ from flash4_torch.backends.compiled.forward import mask_plan
 from flash4_torch.configs import (
     decode,
     decode_shares,
+    packing,
     sm80,
     sm80_backward,
     sm90,
@@ -24,7 +25,7 @@ from flash4_torch.configs import (
     sm103,
 )
 from flash4_torch.configs.decode_shares import Work
-from flash4_torch.configs.types import Features, Sm80Forward, Sm90Forward
+from flash4_torch.configs.types import Features, Sm80Forward
 
 HEAD_DIMS = range(8, 257, 8)
 BARE = Features("bfloat16", 64, 64)
@@ -199,20 +200,57 @@ def test_parts_of_queries_leave_room_for_two_ctas(features: Features, determinis
 
 def test_every_row_serves_somebody() -> None:
     """A row that others shadow would misstate what runs."""
-    served: set[Sm90Forward] = set()
+    served: set[sm90.Row] = set()
     every: dict[str, object] = {"mask": "float32", "softcap": True, "dropout": True}
     capped: dict[str, object] = {"mask": "bool", "softcap": True}
     extras = ({}, {"mask": "bool"}, capped, {"mask": "float32"}, {"dropout": True}, every, {"D": 64})
-    for row, right, extra, Sq, Sk in itertools.product(
-        sm90.TABLE, (False, True), extras, (1, 100, 150, 200, 4096), (256, 1024, 4096, 16384)
+    pages = tuple({"varlen": True, "page_box": box, **D} for box in (16, 32, 64) for D in ({}, {"D": 64}))
+    sizes = itertools.product((1, 100, 200, 4096), (256, 1024, 4096, 16384), (1, 8, 99))
+    for row, right, extra, (Sq, Sk, heads) in itertools.product(
+        sm90.TABLE, (False, True), (*extras, *pages), tuple(sizes)
     ):
         features = BARE._replace(**{"D": row.D, "Dv": row.Dv, "right": right, **extra})
-        served.update(
-            r
-            for r in sm90.TABLE
-            if r.admits_features(features) and r.admits_sizes(Sq, Sk) and r is first(features, Sq, Sk)
-        )
+        served.add(sm90.row(features, Sq, Sk, heads=heads, num_sms=132))
     assert served == set(sm90.TABLE)
+
+
+@given(features(), SIZES, SIZES, GROUPS, st.integers(1, 1 << 20), st.integers(1, 200))
+@settings(max_examples=300)
+def test_rows_for_few_tiles_have_other_warpgroups(
+    features: Features, Sq: int, Sk: int, group: int, heads: int, num_sms: int
+) -> None:
+    row = sm90.row(features, Sq, Sk, group, None, heads, num_sms)
+    admitting = [r for r in sm90.TABLE if r.admits_features(features) and (r.keys is None or Sk <= r.keys)]
+    many = next(r for r in admitting if not r.few)
+    assert row in admitting and (row is many or row.config.warpgroups != many.config.warpgroups)
+    if Sq * packing.cover(group) <= 64 and Sk >= 512:
+        assert row.config.warpgroups == min(r.config.warpgroups for r in admitting)
+
+
+def sm90_rows(D: int, right: bool, Sq: int, Sk: int, heads: int, group: int) -> int:
+    features = BARE._replace(D=D, Dv=D, right=right)
+    return sm90.forward(features, Sq, Sk, group, None, right, heads, 132).rows
+
+
+@pytest.mark.parametrize(
+    ("D", "right", "Sq", "Sk", "heads", "group", "rows"),
+    [
+        (128, True, 512, 8192, 8, 4, 128),  # 128 tiles of 128 rows, or 96 of 192
+        (128, True, 768, 8192, 8, 4, 192),  # 192 tiles of 128 rows, or 128 of 192
+        (128, False, 1024, 8192, 2, 4, 64),  # 128 tiles of 64 rows
+        (128, True, 2048, 2048, 4, 1, 64),
+        (128, True, 2048, 2048, 32, 1, 128),
+        (64, False, 2048, 8192, 4, 4, 128),
+        (64, True, 1024, 1024, 8, 1, 64),
+        (96, False, 384, 384, 64, 1, 192),
+        (256, False, 1024, 1024, 8, 1, 64),
+        (256, False, 1024, 1024, 16, 1, 128),
+    ],
+)
+def test_few_tiles_that_were_measured_take_what_won_there(
+    D: int, right: bool, Sq: int, Sk: int, heads: int, group: int, rows: int
+) -> None:
+    assert sm90_rows(D, right, Sq, Sk, heads, group) == rows
 
 
 @pytest.mark.parametrize("table", [sm80.LARGE, sm80.SMALL], ids=["sm80", "sm86"])
@@ -262,10 +300,6 @@ def test_a_why_is_one_line() -> None:
     """What was measured for a row stands in the NOTES; a why is a sentence that fits beside it."""
     rows = [row for table in (sm90, sm100, sm90_backward, sm100_backward) for row in table.TABLE]
     assert not [row.why for row in rows if not 0 < len(row.why) <= 120]
-
-
-def first(features: Features, rows: int, keys: int) -> sm90.Row:
-    return next(row for row in sm90.TABLE if row.admits_features(features) and row.admits_sizes(rows, keys))
 
 
 @EACH_TABLE

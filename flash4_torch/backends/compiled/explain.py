@@ -24,9 +24,9 @@ def explain(target: Target, problem: Problem, num_sms: int) -> list[str]:
         row, entry = backward.row_of(target, problem, num_sms), target.backward
         params = backward.params_of(target, problem, chosen, num_sms)
     else:
-        config = tiles = forward.config_of(target, problem)
+        config = tiles = forward.config_of(target, problem, num_sms)
         features = forward.features_of(problem)
-        row, entry = forward.row_of(target, problem), target.forward
+        row, entry = forward.row_of(target, problem, num_sms), target.forward
         params = forward.params_of(target, problem, tiles, num_sms)
     launch = f"heads_per_section={params.heads_per_section}, run_length={params.run_length}, {num_sms} SMs"
     return [

@@ -45,7 +45,7 @@ class Shapes(NamedTuple):
 
 
 def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernel:
-    features, config = features_of(problem), config_of(target, problem)
+    features, config = features_of(problem), config_of(target, problem, num_sms)
     function = find(target.forward, (features, config))
     return Kernel(function, config, params_of(target, problem, config, num_sms))
 
@@ -157,18 +157,29 @@ def mask_plan(dtype: str, config: ForwardConfig) -> MaskPlan:
     return MaskPlan(dtype, config.queries, config.keys, config.pack_gqa)
 
 
-def config_of(target: Target, problem: Problem) -> ForwardConfig:
-    band, extent = problem.band, problem.extent
+def config_of(
+    target: Target, problem: Problem, num_sms: int | None, features: Features | None = None
+) -> ForwardConfig:
+    """The config of a call: on so many SMs, or as for many tiles; of its own features by default."""
+    band = problem.band
     end_masked = band.right is not None and band.right <= 0
-    return target.forward_configs.forward(
-        features_of(problem), extent.Sq, extent.Sk, problem.spec.group, seen(problem), end_masked
-    )
+    return target.forward_configs.forward(*_sizes(problem, features), end_masked, *_grid(problem, num_sms))
 
 
-def row_of(target: Target, problem: Problem) -> Row:
+def row_of(target: Target, problem: Problem, num_sms: int) -> Row:
     """The table's row that serves the problem."""
-    extent, group = problem.extent, problem.spec.group
-    return target.forward_configs.row(features_of(problem), extent.Sq, extent.Sk, group, seen(problem))
+    return target.forward_configs.row(*_sizes(problem, None), *_grid(problem, num_sms))
+
+
+def _sizes(problem: Problem, features: Features | None) -> tuple[Features, int, int, int, int | None]:
+    extent = problem.extent
+    return features or features_of(problem), extent.Sq, extent.Sk, problem.spec.group, seen(problem)
+
+
+def _grid(problem: Problem, num_sms: int | None) -> tuple[int | None, int]:
+    """KV heads of all batch entries, if they matter, and SMs that their tiles are divided among."""
+    heads = problem.extent.B * problem.extent.Hk
+    return (None, 1) if num_sms is None else (heads, num_sms)
 
 
 def seen(problem: Problem) -> int | None:

@@ -118,23 +118,11 @@ def _limits_of(target: Target, features: Features, D: int, Dv: int) -> tuple[str
 def decide(target: Target, paged: PagedProblem, num_sms: int, find: Find) -> Kernel:
     """The kernel that serves a problem without `limits`, and its parameters."""
     features = forward.features_of(paged.problem)
-    config = _config_of(target, paged, features)
+    asked = features._replace(page_box=widest_box(paged.page_size))
+    config = forward.config_of(target, paged.problem, num_sms, asked)
     features = features._replace(page_box=widest_box(paged.page_size, config.keys))
     params = forward.params_of(target, paged.problem, config, num_sms)
     return Kernel(find(target.forward, (features, config)), config, params)
-
-
-def _config_of(target: Target, paged: PagedProblem, features: Features) -> ForwardConfig:
-    problem = paged.problem
-    band, extent = problem.band, problem.extent
-    return target.forward_configs.forward(
-        features._replace(page_box=widest_box(paged.page_size)),
-        extent.Sq,
-        extent.Sk,
-        problem.spec.group,
-        forward.seen(problem),
-        band.right is not None and band.right <= 0,
-    )
 
 
 def common_kernels(

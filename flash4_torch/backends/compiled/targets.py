@@ -119,11 +119,22 @@ class ForwardTable(Protocol):
         group: int = 1,
         seen: int | None = None,
         end_masked: bool = False,
+        heads: int | None = None,
+        num_sms: int = 1,
     ) -> ForwardConfig: ...
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[ForwardConfig, ...]: ...
 
-    def row(self, features: Features, Sq: int, Sk: int, group: int = 1, seen: int | None = None) -> Row: ...
+    def row(
+        self,
+        features: Features,
+        Sq: int,
+        Sk: int,
+        group: int = 1,
+        seen: int | None = None,
+        heads: int | None = None,
+        num_sms: int = 1,
+    ) -> Row: ...
 
     def limits(self, features: Features) -> list[str]: ...
 

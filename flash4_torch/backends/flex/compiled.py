@@ -395,7 +395,7 @@ def _chosen_for_bits(target: Target, problem: FlexProblem) -> Choice:
     they have as many keys, three warpgroups make up for it; at D 128 they do not.
     """
     plain, rows = plain_problem(problem), problem.spec.bits
-    config = forward.config_of(target, plain)
+    config = forward.config_of(target, plain, None)
     if config.queries % rows and rows % config.queries:
         listed = problem.spec._replace(bits=0, block=(rows, 1))
         aligned = chosen(target, problem._replace(spec=listed)).config

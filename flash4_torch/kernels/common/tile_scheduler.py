@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from ...configs.types import Features
 from . import ring
 from .cta_pair import CtaPair, share_work_idx
 from .launch_params import LaunchParams
@@ -21,6 +22,8 @@ from .ring import Cursor
 
 class SchedulerPlan(Protocol):
     """What the scheduler reads of a plan."""
+
+    features: Features
 
     @property
     def cluster_size(self) -> int: ...
@@ -77,12 +80,29 @@ def prefetch_work(ctx: SchedulerContext, num_work: Uint32) -> Uint32:
 
 
 @cute.jit
-def await_work(ctx: SchedulerContext, number: Uint32, at: Cursor):
-    """The work index in all lanes, of both CTAs of a cluster, and the cursor of the next one's hand-over."""
-    grid, _, _ = cute.arch.grid_dim()
+def await_work(ctx: SchedulerContext, number: Uint32, num_work: Uint32, work_idx: Uint32, at: Cursor):
+    """The work index after `work_idx`, in all lanes of both CTAs of a cluster, and the next cursor.
+
+    Everybody asks at once for a second work item, long before the first is done. So where nobody has a third,
+    the second is not what was fetched: in opposite order, whoever has the longest first has the shortest
+    second. Packed sequences have tiles without rows, whose CTAs ask again at once.
+    """
+    workers = _num_workers(ctx)
     if cutlass.const_expr(ctx.plan.cluster_size == 1):
-        return cute.arch.shuffle_sync(number, 0) + Uint32(grid), at
-    return share_work_idx(ctx.cta_pair, number, at) + Uint32(grid // ctx.plan.cluster_size), ring.after(at, 1)
+        number = cute.arch.shuffle_sync(number, 0)
+    else:
+        number, at = share_work_idx(ctx.cta_pair, number, at), ring.after(at, 1)
+    if cutlass.const_expr(not ctx.plan.features.varlen):
+        # After the second one that is a huge number, so that there is no third.
+        opposite = cutlass.min(workers - 1 - work_idx, num_work)
+        number = opposite if num_work <= 2 * workers else number
+    return number + workers, at
+
+
+def _num_workers(ctx: SchedulerContext) -> Uint32:
+    """The number of CTAs, or of clusters, of the launch."""
+    grid, _, _ = cute.arch.grid_dim()
+    return Uint32(grid // ctx.plan.cluster_size)
 
 
 @cute.jit

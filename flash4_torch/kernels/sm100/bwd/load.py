@@ -38,7 +38,7 @@ def load(ctx: Context) -> None:
         tile = tiles.decode(ctx, shape, work_idx)
         if tiles.first_key(ctx, tile) < tile.Sk:
             at = _load_tile(ctx, at, tile)
-        work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
+        work_idx, work_at = tile_scheduler.await_work(ctx, number, shape.num_work, work_idx, at.work_idx)
         at = at._replace(work_idx=work_at)
     signal_end(ctx, at.kv)
 

@@ -38,7 +38,7 @@ def load(ctx: Context) -> None:
         tile = tiles.decode(ctx, shape, work_idx, at.work_idx)
         if tiles.first_query(ctx, tile) < tile.Sq:
             at = _tile(ctx, tile, at)
-        work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
+        work_idx, work_at = tile_scheduler.await_work(ctx, number, shape.num_work, work_idx, at.work_idx)
         at = at._replace(work_idx=work_at)
     ring.wait_empty(ctx.tile, at.tile)
     with cute.arch.elect_one():

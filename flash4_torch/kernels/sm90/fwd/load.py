@@ -74,7 +74,7 @@ def load(ctx: Context) -> None:
                 elif cutlass.const_expr(loads_v):
                     v_at, end_at = _load_v(ctx, v_at, end_at, block)
             at = Cursors(at.work_idx, ring.after(at.q, ctx.plan.config.q_stages), k_at, v_at, end_at)
-        work_idx, work_at = tile_scheduler.await_work(ctx, number, at.work_idx)
+        work_idx, work_at = tile_scheduler.await_work(ctx, number, shape.num_work, work_idx, at.work_idx)
         at = at._replace(work_idx=work_at)
     if cutlass.const_expr(loads_v):
         if owes:
