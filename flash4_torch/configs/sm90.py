@@ -79,7 +79,7 @@ class Row(NamedTuple):
 _Tiles, _Time = Sm90Forward, TileTime
 TABLE = (
     # D   Dv   right  keys
-    Row(64, 64, True, 384, _Tiles(4, 64, 4, 2, k_ahead=True), _Time(11.0, 1000),
+    Row(64, 64, True, 256, _Tiles(4, 64, 4, 2, k_ahead=True), _Time(11.0, 1000),
         "S 256: 1.27 of the best peer, with next_tile and lazy_rescale 1.22; tiles fit the diagonal"),
     Row(64, 64, None, 1536, _Tiles(4, 64, 4, 2, next_tile=True, lazy_rescale=True), _Time(17.0, 1500),
         "full S 256 to 1k: 1.14 to 1.23; causal S 512 and 1k: 1.20 and 1.13"),
