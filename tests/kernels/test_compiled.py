@@ -369,7 +369,7 @@ def test_sections_hold_whole_groups_that_fit_the_cache(
     """
     band = problem().band._replace(right=0 if causal else None)
     call = problem(group=group, extent=Extent(B, S, S, Hk * group, Hk), band=band)
-    config = forward.config_of(SM90A, call)
+    config = forward.config_of(SM90A, call, 132)
     section = forward.params_of(SM90A, call, config, 132).heads_per_section
     packs = -(-group // config.pack_gqa)
     if not causal or S == 1:
@@ -397,12 +397,15 @@ def test_sections_are_of_a_size(heads: int, wanted: int, taken: int) -> None:
 def test_the_end_is_masked_where_the_band_does_not_hide_it(S: int, right: int, tail: bool) -> None:
     band = problem().band._replace(right=right)
     call = problem(D=128, Dv=128, extent=Extent(1, S, S, 4, 4), band=band)
-    assert forward.config_of(SM90A, call).ragged_k == tail
+    assert forward.config_of(SM90A, call, 132).ragged_k == tail
 
 
 def test_bounds_beyond_32_bits_are_cut() -> None:
     call = problem(band=problem().band._replace(left=1 << 40, right=-(1 << 40)))
-    assert forward.params_of(SM90A, call, forward.config_of(SM90A, call), 132)[2:4] == (1 << 30, -(1 << 30))
+    assert forward.params_of(SM90A, call, forward.config_of(SM90A, call, 132), 132)[2:4] == (
+        1 << 30,
+        -(1 << 30),
+    )
 
 
 @pytest.mark.parametrize(("B", "Sq", "Sk"), [(0, 4, 4), (1, 0, 4), (1, 4, 0)])
