@@ -38,8 +38,6 @@ _PAGED_SOFTCAP_TEMPORARIES = 4
 MAX_D = 256
 _QUERIES_OF_CLUSTERS = 1024
 """The fewest queries for clusters: a tile without a partner leaves half a cluster idle."""
-
-
 _CLEARLY = 0.95
 """A row for few tiles serves a call if its time is less than this share of the first row's: estimates err."""
 
@@ -227,17 +225,17 @@ def row(
     keys = Sk if seen is None else min(seen, Sk)
     candidates = _candidates(features, _bound(keys))
     best, least = candidates[0], math.inf
-    for row in candidates:
-        pack = best_pack(features, row.config.rows, Sq, group)
-        queries, block = row.config.rows // pack, row.config.keys
+    for candidate in candidates:
+        pack = best_pack(features, candidate.config.rows, Sq, group)
+        queries, block = candidate.config.rows // pack, candidate.config.keys
         tiles, most = -(-Sq // queries), min(Sk, keys + queries)
         # Keys of the first and the last tile: causal ones end with their rows.
         first, last = (Sk - Sq + queries, Sk - Sq + tiles * queries) if features.right else (most, most)
         shortest, longest = (max(-(-min(x, most) // block), 1) * block for x in (first, last))
         packs = None if heads is None else heads * -(-group // pack)
-        ns = Launch(tiles, packs, shortest, longest, num_sms).ns(row.time)
+        ns = Launch(tiles, packs, shortest, longest, num_sms).ns(candidate.time)
         if ns < least:
-            best, least = row, ns if row is not candidates[0] else _CLEARLY * ns
+            best, least = candidate, ns if candidate is not candidates[0] else _CLEARLY * ns
     return best
 
 
