@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .sizes import Sizes
 from .types import Features
 
 MAX_PACK = 64
@@ -22,8 +23,9 @@ def possible_packs(features: Features, group: int | None) -> list[int]:
     return [p for p in _powers_of_two() if p <= most]
 
 
-def best_pack(features: Features, rows: int, Sq: int, group: int) -> int:
+def best_pack(features: Features, rows: int, sizes: Sizes) -> int:
     """The number of heads in a tile of `rows` rows for the fewest tiles; of equals the fewest heads."""
+    Sq, group = sizes.Sq, sizes.group
     if not may_pack(features) or Sq >= rows:
         return 1
 
@@ -31,6 +33,11 @@ def best_pack(features: Features, rows: int, Sq: int, group: int) -> int:
         return -(-group // pack) * -(-Sq * pack // rows)
 
     return min((p for p in _powers_of_two() if p <= cover(group)), key=tiles)
+
+
+def rows_that_share_keys(features: Features, sizes: Sizes) -> int:
+    """Query rows next to the same keys: those of all heads of a group, where these may be packed."""
+    return sizes.Sq * cover(sizes.group) if may_pack(features) else sizes.Sq
 
 
 def cover(group: int) -> int:

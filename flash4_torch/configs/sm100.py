@@ -10,7 +10,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from .packing import best_pack, cover, may_pack, possible_packs
+from .packing import best_pack, possible_packs, rows_that_share_keys
+from .sizes import Sizes, may_end_inside
 from .types import SHARED_MEMORY, Features, Sm100Forward, may_pair, tile_dim
 
 MAX_D = 256
@@ -76,44 +77,17 @@ TABLE = (
 # fmt: on
 
 
-def forward(
-    features: Features,
-    Sq: int,
-    Sk: int,
-    group: int = 1,
-    seen: int | None = None,
-    end_masked: bool = False,
-    heads: int | None = None,
-    num_sms: int = 1,
-) -> Sm100Forward:
-    """The config of a call, whatever the number of tiles.
-
-    Args:
-        features: what the kernel computes.
-        Sq: query positions; of the longest sequence if varlen, like Sk.
-        Sk: key positions.
-        group: query heads of each KV head.
-        seen: how many keys a row sees at most, by its window. Default: Sk.
-        end_masked: whether the band masks everything beyond the last key, as for causal calls.
-        heads, num_sms: see `configs.sm90.forward`.
-    """
-    config = _beside(features, row(features, Sq, Sk, group, seen).config)
-    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
-    return config._replace(ragged_k=ragged_k, pack_gqa=best_pack(features, config.rows, Sq, group))
+def forward(features: Features, sizes: Sizes) -> Sm100Forward:
+    """The config of a call, whatever the number of tiles."""
+    config = _beside(features, row(features, sizes).config)
+    pack = best_pack(features, config.rows, sizes)
+    return config._replace(ragged_k=may_end_inside(features, sizes, config.keys), pack_gqa=pack)
 
 
-def row(
-    features: Features,
-    Sq: int,
-    Sk: int,
-    group: int = 1,
-    seen: int | None = None,
-    heads: int | None = None,
-    num_sms: int = 1,
-) -> Row:
+def row(features: Features, sizes: Sizes) -> Row:
     """The row that serves a call: see `forward`."""
-    rows = Sq * cover(group) if may_pack(features) else Sq
-    return next(r for r in _rows_until_one_admits_all(features) if r.admits_sizes(Sq, rows))
+    rows = rows_that_share_keys(features, sizes)
+    return next(r for r in _rows_until_one_admits_all(features) if r.admits_sizes(sizes.Sq, rows))
 
 
 def limits(features: Features) -> list[str]:

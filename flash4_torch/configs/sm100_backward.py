@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .sections import Section, Workload, bounded_backward
+from .sizes import BackwardSizes, may_end_inside
 from .types import SHARED_MEMORY, Features, Sm100Backward
 
 
@@ -63,27 +64,10 @@ TABLE = (
 # fmt: on
 
 
-def backward(
-    features: Features,
-    Sk: int,
-    end_masked: bool = False,
-    kv_head_rows: int = 0,
-    group: int = 1,
-    may_preprocess: bool = False,
-) -> Sm100Backward:
-    """The config of a call that `limits` has nothing against.
-
-    Args:
-        features: what the kernel computes.
-        Sk: key positions; of the longest sequence if varlen.
-        end_hidden: whether the band masks everything beyond the last key, as for causal calls.
-        alone: not used: the scope is never `kv_head`.
-        group: not used: a tile serves all query heads that share its keys.
-        may_preprocess: not used.
-    """
+def backward(features: Features, sizes: BackwardSizes) -> Sm100Backward:
+    """The config of a call that `limits` has nothing against. The scope is never `kv_head`."""
     config = _config(features)
-    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
-    return config._replace(ragged_k=ragged_k)
+    return config._replace(ragged_k=may_end_inside(features, sizes, config.cluster_keys))
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm100Backward, ...]:

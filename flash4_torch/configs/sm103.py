@@ -6,24 +6,16 @@ Its MUFU is twice as fast, and no longer what a tile waits for. Never timed eith
 from __future__ import annotations
 
 from . import sm100
+from .sizes import Sizes
 from .sm100 import limits, row
 from .types import Features, Sm100Forward
 
 __all__ = ["forward", "limits", "reachable", "row"]
 
 
-def forward(
-    features: Features,
-    Sq: int,
-    Sk: int,
-    group: int = 1,
-    seen: int | None = None,
-    end_masked: bool = False,
-    heads: int | None = None,
-    num_sms: int = 1,
-) -> Sm100Forward:
+def forward(features: Features, sizes: Sizes) -> Sm100Forward:
     """The config of a call: see `configs.sm100.forward`."""
-    return _exact(sm100.forward(features, Sq, Sk, group, seen, end_masked, heads, num_sms))
+    return _exact(sm100.forward(features, sizes))
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forward, ...]:

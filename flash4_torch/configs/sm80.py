@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .packing import best_pack, cover, may_pack, possible_packs
+from .packing import best_pack, possible_packs, rows_that_share_keys
+from .sizes import Sizes, may_end_inside
 from .types import Features, Sm80Forward, tile_dim
 
 MAX_D = 512
@@ -151,34 +152,15 @@ class Table(NamedTuple):
     keeps_chunks_apart: bool = True
     """Whether kernels of three products that spill otherwise have `chunks_apart`."""
 
-    def forward(
-        self,
-        features: Features,
-        Sq: int,
-        Sk: int,
-        group: int = 1,
-        seen: int | None = None,
-        end_masked: bool = False,
-        heads: int | None = None,
-        num_sms: int = 1,
-    ) -> Sm80Forward:
+    def forward(self, features: Features, sizes: Sizes) -> Sm80Forward:
         """The config of a call, whatever the number of tiles: see `configs.sm90.forward`."""
-        config = self.row(features, Sq, Sk, group, seen).config
-        ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
-        return self._completed(features, config, ragged_k, best_pack(features, config.rows, Sq, group))
+        config = self.row(features, sizes).config
+        ragged_k = may_end_inside(features, sizes, config.keys)
+        return self._completed(features, config, ragged_k, best_pack(features, config.rows, sizes))
 
-    def row(
-        self,
-        features: Features,
-        Sq: int,
-        Sk: int,
-        group: int = 1,
-        seen: int | None = None,
-        heads: int | None = None,
-        num_sms: int = 1,
-    ) -> Row:
+    def row(self, features: Features, sizes: Sizes) -> Row:
         """The row that serves a call: see `forward`."""
-        rows = Sq * cover(group) if may_pack(features) else Sq
+        rows = rows_that_share_keys(features, sizes)
         return next(r for r in self.rows_of(features) if r.admits(features, rows))
 
     def rows_of(self, features: Features) -> tuple[Row, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .sections import Section, Workload, bounded_backward
+from .sizes import BackwardSizes, may_end_inside
 from .sm80 import LARGE_BYTES, SMALL_BYTES
 from .types import SHARED_MEMORY, Features, Sm80Backward, tile_dim
 
@@ -136,25 +137,12 @@ class Table(NamedTuple):
     shared_memory_unasked: int
     """The same for calls that GPUs with kernels of their own have no others for: float32 and wide heads."""
 
-    def backward(
-        self,
-        features: Features,
-        Sk: int,
-        end_masked: bool = False,
-        kv_head_rows: int = 0,
-        group: int = 1,
-        may_preprocess: bool = False,
-    ) -> Sm80Backward:
+    def backward(self, features: Features, sizes: BackwardSizes) -> Sm80Backward:
         """The config of a call: see `configs.sm90_backward.backward`."""
-        may_be_ragged = not (end_masked and features.right)
-
-        def is_ragged(config: Sm80Backward) -> bool:
-            return may_be_ragged and (features.varlen or Sk % config.keys != 0)
-
         config = self.config(features, ragged_k=False)
-        if is_ragged(config):
+        if may_end_inside(features, sizes, config.keys):
             config = self.config(features)
-        return _with_tail(features, config, is_ragged(config))
+        return _with_tail(features, config, may_end_inside(features, sizes, config.keys))
 
     def row(self, features: Features, kv_head_rows: int = 0) -> Row:
         """The row that serves a call."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from . import programs
 from .packing import best_pack, possible_packs
+from .sizes import Sizes, may_end_inside
 from .types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
 from .waves import Launch, TileTime
 
@@ -184,56 +185,33 @@ TABLE = (
 # fmt: on
 
 
-def forward(
-    features: Features,
-    Sq: int,
-    Sk: int,
-    group: int = 1,
-    seen: int | None = None,
-    end_masked: bool = False,
-    heads: int | None = None,
-    num_sms: int = 1,
-) -> Sm90Forward:
+def forward(features: Features, sizes: Sizes) -> Sm90Forward:
     """The config of a call.
 
     Args:
         features: what the kernel computes; its `page_box` is `widest_box` of the page size.
-        Sq: query positions; of the longest sequence if varlen, like Sk.
-        Sk: key positions.
-        group: query heads of each KV head.
-        seen: how many keys a row sees at most, by its window. Default: Sk.
-        end_masked: whether the band masks everything beyond the last key, as for causal calls.
-        heads: KV heads of all batch entries. Default: so many that there are many tiles.
-        num_sms: SMs that the tiles of these heads are divided among.
+        sizes: the call's.
     """
-    config = row(features, Sq, Sk, group, seen, heads, num_sms).config
-    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
-    config = config if Sq >= _QUERIES_OF_CLUSTERS else config._replace(cluster=1)
-    return _completed(features, config, ragged_k, best_pack(features, config.rows, Sq, group))
+    config = row(features, sizes).config
+    ragged_k = may_end_inside(features, sizes, config.keys)
+    config = config if sizes.Sq >= _QUERIES_OF_CLUSTERS else config._replace(cluster=1)
+    return _completed(features, config, ragged_k, best_pack(features, config.rows, sizes))
 
 
-def row(
-    features: Features,
-    Sq: int,
-    Sk: int,
-    group: int = 1,
-    seen: int | None = None,
-    heads: int | None = None,
-    num_sms: int = 1,
-) -> Row:
+def row(features: Features, sizes: Sizes) -> Row:
     """The row that serves a call: see `forward`."""
-    keys = Sk if seen is None else min(seen, Sk)
+    Sq, Sk, keys, heads = sizes.Sq, sizes.Sk, sizes.keys, sizes.heads
     candidates = _candidates(features, _bound(keys))
     best, least = candidates[0], math.inf
     for candidate in candidates:
-        pack = best_pack(features, candidate.config.rows, Sq, group)
+        pack = best_pack(features, candidate.config.rows, sizes)
         queries, block = candidate.config.rows // pack, candidate.config.keys
         tiles, most = -(-Sq // queries), min(Sk, keys + queries)
         # Keys of the first and the last tile: causal ones end with their rows.
         first, last = (Sk - Sq + queries, Sk - Sq + tiles * queries) if features.right else (most, most)
         shortest, longest = (max(-(-min(x, most) // block), 1) * block for x in (first, last))
-        packs = None if heads is None else heads * -(-group // pack)
-        ns = Launch(tiles, packs, shortest, longest, num_sms).ns(candidate.time)
+        packs = None if heads is None else heads * -(-sizes.group // pack)
+        ns = Launch(tiles, packs, shortest, longest, sizes.num_sms).ns(candidate.time)
         if ns < least:
             best, least = candidate, ns if candidate is not candidates[0] else _CLEARLY * ns
     return best

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from . import programs, sm90
 from .sections import Section, Workload, bounded_backward, evenly, fewer_if_long
+from .sizes import BackwardSizes, may_end_inside
 from .types import SHARED_MEMORY, Features, Scope, Sm90Backward
 
 
@@ -156,30 +157,10 @@ TABLE = (
 # fmt: on
 
 
-def backward(
-    features: Features,
-    Sk: int,
-    end_masked: bool = False,
-    kv_head_rows: int = 0,
-    group: int = 1,
-    may_preprocess: bool = False,
-) -> Sm90Backward:
-    """The config of a call.
-
-    Args:
-        features: what the kernel computes.
-        Sk: key positions; of the longest sequence if varlen.
-        end_hidden: whether the band masks everything beyond the last key, as for causal calls.
-        alone: query rows of a KV head, of all query heads that share it, if there are heads enough for scope
-            `kv_head`, where each CTA takes whole ones; else 0.
-        group: query heads of a KV head.
-        may_preprocess: whether there is a CTA for each KV head of the batch, and no gradient of lse: then few
-            rows need no preprocess kernel.
-    """
-    preprocesses = may_preprocess and kv_head_rows <= _PREPROCESS_ROWS
-    config = _config(row(features, kv_head_rows), features, Sk, kv_head_rows, group, preprocesses)
-    ragged_k = not (end_masked and features.right) and (features.varlen or Sk % config.cluster_keys != 0)
-    return config._replace(ragged_k=ragged_k)
+def backward(features: Features, sizes: BackwardSizes) -> Sm90Backward:
+    """The config of a call."""
+    config = _config(features, sizes)
+    return config._replace(ragged_k=may_end_inside(features, sizes, config.cluster_keys))
 
 
 _RUN_LENGTH, _TILES_IN_RUNS, _HEADS_INNER_IN_SECTION = 8, 32, 8
@@ -202,12 +183,13 @@ def row(features: Features, kv_head_rows: int = 0) -> Row:
     )
 
 
-def _config(
-    served_by: Row, features: Features, Sk: int, kv_head_rows: int, group: int, preprocesses: bool
-) -> Sm90Backward:
+def _config(features: Features, sizes: BackwardSizes) -> Sm90Backward:
+    served_by, kv_head_rows = row(features, sizes.kv_head_rows), sizes.kv_head_rows
     if served_by is _kv_head_row(features) and 0 < kv_head_rows <= served_by.kv_head_rows[features.right]:
+        preprocesses = sizes.may_preprocess and kv_head_rows <= _PREPROCESS_ROWS
         return _kv_head_config(served_by, preprocesses)
-    if group >= _MANY and _may_be_q_head(served_by, features) and Sk >= served_by.q_head_keys:
+    may_be_q_head = sizes.group >= _MANY and _may_be_q_head(served_by, features)
+    if may_be_q_head and sizes.Sk >= served_by.q_head_keys:
         return _q_head_config(served_by)
     return served_by.config
 

@@ -46,6 +46,7 @@ from flash4_torch.backends.compiled import (
     forward,
 )
 from flash4_torch.compile import Key, aot, arch, cache, key, library, pool
+from flash4_torch.configs.sizes import BackwardSizes, Sizes
 from flash4_torch.configs.types import Features
 from flash4_torch.ops.impl import CallOptions, describe_inputs
 from flash4_torch.problem import Inputs, Problem
@@ -100,7 +101,7 @@ def test_every_size_of_a_call_finds_its_kernel(
 ) -> None:
     prepared = ahead.kernels(target.arch, [D], [dtype], [words], [group])
     features = ahead.features_of(D, dtype, words)
-    config = target.forward_configs.forward(features, Sq, Sk, group)
+    config = target.forward_configs.forward(features, Sizes(Sq, Sk, group))
     assert Key(target.forward, (features, config), target.arch) in prepared
 
 
@@ -118,7 +119,7 @@ def test_so_does_its_backward(target: Target, dtype: str, words: str, Sq: int, S
     wanted = set()
     for dmask in {False, "float-mask" in words}:
         asked = features._replace(dmask=dmask)
-        config = target.backward_configs.backward(asked, Sk)
+        config = target.backward_configs.backward(asked, BackwardSizes(Sk))
         for dlse in (False, True):
             before, behind = backward.row_plans(asked, config, dlse=dlse)
             wanted |= {(PREPROCESS, (before,)), (POSTPROCESS, (behind,))}
@@ -429,7 +430,7 @@ def test_a_script_runs_once_and_sees_a_bar_on_a_terminal_only(tmp_path: Path, lo
 def test_a_kernel_is_compiled_for_its_architecture(target: Target) -> None:
     """SASS for Blackwell names the architecture that it is for."""
     features = Features("bfloat16", 64, 64)
-    entry, config = target.forward, target.forward_configs.forward(features, 4096, 4096)
+    entry, config = target.forward, target.forward_configs.forward(features, Sizes(4096, 4096))
     ((kernel, _),) = pool.prepare([Key(entry, (features, config), target.arch)], 1, silent)
     file = cache.find(kernel.digest)
     assert file is not None

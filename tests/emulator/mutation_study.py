@@ -34,6 +34,7 @@ from flash4_torch import info
 from flash4_torch.bench.fa4_emulated import flash_attn_4
 from flash4_torch.configs import decode as decode_configs
 from flash4_torch.configs import sm100, sm100_backward
+from flash4_torch.configs.sizes import BackwardSizes, Sizes
 from flash4_torch.configs.types import Features, Sm80Backward, Sm80Forward, Sm100Forward
 from flash4_torch.emulator import host
 from flash4_torch.emulator.mutate import candidates
@@ -161,9 +162,9 @@ def own(name: str, D: int, uses: dict[str, bool]) -> Subject:
     sizes = ((512, 768), (300, 100)) if forward else ((256, 768), (100, 600))
     # The forward's config serves both sizes, and more than one tile of queries.
     config = (
-        sm100.forward(features, sizes[0][0], sizes[1][1], end_masked=True)
+        sm100.forward(features, Sizes(sizes[0][0], sizes[1][1], end_masked=True))
         if forward
-        else sm100_backward.backward(features, 768)
+        else sm100_backward.backward(features, BackwardSizes(768))
     )
     kernel: Kernel = (features, config)
     calls: list[Call] = [

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flash4_torch import info
 from flash4_torch.configs import sm100, sm100_backward
+from flash4_torch.configs.sizes import BackwardSizes, Sizes
 from flash4_torch.configs.types import Features, Sm100Backward
 from kernel_calls import Call, Kernel, drawn
 from kernel_runs import run, run_backward
@@ -66,7 +67,8 @@ def main(arguments: Sequence[str]) -> None:
 def study(direction: str, name: str, D: int, uses: dict[str, Any]) -> dict[str, Any]:
     """Runs one kernel; raises for any finding, and where bits differ that must not."""
     features, forward = Features("bfloat16", D, D, **uses), direction == "forward"
-    config = sm100.forward(features, 300, 500) if forward else sm100_backward.backward(features, 500)
+    backward = sm100_backward.backward(features, BackwardSizes(500))
+    config = sm100.forward(features, Sizes(300, 500)) if forward else backward
     kernel: Kernel = (features, config)
     call = call_of(kernel)
     first: dict[str, Tensor] = {}

@@ -27,6 +27,7 @@ from flash4_torch.backends.compiled import (
 )
 from flash4_torch.backends.compiled.targets import SM80
 from flash4_torch.configs import sm80_backward, sm90_backward, sm100_backward
+from flash4_torch.configs.sizes import BackwardSizes
 from flash4_torch.configs.types import SHARED_MEMORY, Features, Scope
 from flash4_torch.problem import Extent
 from on_cpu import gpu, name_of
@@ -324,7 +325,7 @@ def test_what_is_chosen_is_reachable_and_fits(
     features = Features("bfloat16", 8 * D, 8 * Dv, varlen, left, right)
     if configs.limits(features):
         return
-    config = configs.backward(features, Sk, end_masked, alone, group)
+    config = configs.backward(features, BackwardSizes(Sk, end_masked, alone, group))
     assert config in configs.reachable(features, group) and config in configs.reachable(features)
     has = configs.memory(features) if isinstance(configs, sm80_backward.Table) else SHARED_MEMORY
     assert config.shared_memory(features) <= has

@@ -25,6 +25,7 @@ from flash4_torch.configs import (
     sm103,
 )
 from flash4_torch.configs.decode_shares import Work
+from flash4_torch.configs.sizes import BackwardSizes, Sizes
 from flash4_torch.configs.types import Features, Sm80Forward
 
 HEAD_DIMS = range(8, 257, 8)
@@ -72,7 +73,7 @@ def test_what_is_chosen_is_reachable(
 ) -> None:
     if table.limits(features):
         return
-    config = table.forward(features, Sq, Sk, group, seen, end_masked)
+    config = table.forward(features, Sizes(Sq, Sk, group, seen, end_masked))
     assert config in table.reachable(features)
     assert config in table.reachable(features, group)
     ends_inside = not (end_masked and features.right) and (features.varlen or Sk % config.keys != 0)
@@ -115,7 +116,7 @@ def test_there_are_tiles_that_fit_for_every_call(extras: dict[str, object], tabl
     for D, Dv, right in itertools.product(HEAD_DIMS, HEAD_DIMS, (False, True)):
         features = BARE._replace(D=D, Dv=Dv, right=right, **extras)
         for Sq, Sk in ((1, 1), (1, 1 << 30), (1 << 30, 1), (1 << 30, 1 << 30)):
-            config = table.forward(features, Sq, Sk)
+            config = table.forward(features, Sizes(Sq, Sk))
             assert table.fits(features, config), (features, config)
             assert config.keys % 16 == 0 and config.keys <= 256
 
@@ -138,7 +139,7 @@ def test_what_is_not_limited_has_tiles_that_fit(cases: dict[str, Any], table: sm
             assert cases is FLOAT32 and D > 192 and table is sm80.SMALL, limits
             continue
         for Sq in (1, 1 << 30):
-            assert table.fits(features, table.forward(features, Sq, 4096)), features
+            assert table.fits(features, table.forward(features, Sizes(Sq, 4096))), features
         assert all(table.fits(features, config) for config in table.reachable(features))
 
 
@@ -189,7 +190,7 @@ def test_parts_of_queries_leave_room_for_two_ctas(features: Features, determinis
     """Each CTA takes a KiB of an SM's 164 for itself. Only the loop has registers for a band."""
     features = features._replace(deterministic=deterministic, D=min(features.D, 64), Dv=min(features.Dv, 64))
     for table in (sm80_backward.LARGE, sm80_backward.SMALL):
-        config = table.backward(features, Sk)
+        config = table.backward(features, BackwardSizes(Sk))
         assert config in table.reachable(features)
         if config.query_parts > 1:
             assert 2 * (config.shared_memory(features) + 1024) <= 164 * 1024
@@ -210,7 +211,7 @@ def test_every_row_serves_somebody() -> None:
         sm90.TABLE, (False, True), (*extras, *pages), tuple(sizes)
     ):
         features = BARE._replace(**{"D": row.D, "Dv": row.Dv, "right": right, **extra})
-        served.add(sm90.row(features, Sq, Sk, heads=heads, num_sms=132))
+        served.add(sm90.row(features, Sizes(Sq, Sk, heads=heads, num_sms=132)))
     assert served == set(sm90.TABLE)
 
 
@@ -219,7 +220,7 @@ def test_every_row_serves_somebody() -> None:
 def test_rows_for_few_tiles_have_other_warpgroups(
     features: Features, Sq: int, Sk: int, group: int, heads: int, num_sms: int
 ) -> None:
-    row = sm90.row(features, Sq, Sk, group, None, heads, num_sms)
+    row = sm90.row(features, Sizes(Sq, Sk, group, heads=heads, num_sms=num_sms))
     admitting = [r for r in sm90.TABLE if r.admits_features(features) and (r.keys is None or Sk <= r.keys)]
     many = next(r for r in admitting if not r.few)
     assert row in admitting and (row is many or row.config.warpgroups != many.config.warpgroups)
@@ -229,7 +230,7 @@ def test_rows_for_few_tiles_have_other_warpgroups(
 
 def sm90_rows(D: int, right: bool, Sq: int, Sk: int, heads: int, group: int) -> int:
     features = BARE._replace(D=D, Dv=D, right=right)
-    return sm90.forward(features, Sq, Sk, group, None, right, heads, 132).rows
+    return sm90.forward(features, Sizes(Sq, Sk, group, None, right, heads, 132)).rows
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,7 @@ def test_every_row_by_mma_sync_serves_somebody(table: sm80.Table) -> None:
             for bare, (D, Dv), extra in itertools.product(of_dtype, heads, extras)
         ]
         asked = itertools.product((f for f in kinds if not table.limits(f)), (1, 4096))
-        assert {table.row(f, Sq, 4096) for f, Sq in asked} == set(rows)
+        assert {table.row(f, Sizes(Sq, 4096)) for f, Sq in asked} == set(rows)
 
 
 def test_every_row_for_blackwell_serves_somebody() -> None:
@@ -291,8 +292,8 @@ def test_every_row_for_blackwell_serves_somebody() -> None:
 
 
 def test_dropout_takes_no_polynomial_beside_one_tile() -> None:
-    features = BARE._replace(D=256, Dv=256, dropout=True)
-    assert sm100.forward(features, 4096, 4096).polynomial == 0 < sm100.forward(BARE, 4096, 4096).polynomial
+    features, many = BARE._replace(D=256, Dv=256, dropout=True), Sizes(4096, 4096)
+    assert sm100.forward(features, many).polynomial == 0 < sm100.forward(BARE, many).polynomial
     assert {c.polynomial > 0 for c in sm100.reachable(features)} == {False}
 
 
@@ -305,7 +306,7 @@ def test_a_why_is_one_line() -> None:
 @EACH_TABLE
 @given(st.integers(1, 300), GROUPS, st.booleans())
 def test_packing_never_costs_tiles(table: ModuleType, Sq: int, group: int, right: bool) -> None:
-    config = table.forward(BARE._replace(right=right), Sq, 1024, group)
+    config = table.forward(BARE._replace(right=right), Sizes(Sq, 1024, group))
     tiles = -(-group // config.pack_gqa) * -(-Sq * config.pack_gqa // config.rows)
     assert tiles <= group * -(-Sq // config.rows)
     assert config.pack_gqa in (1, 2, 4, 8, 16, 32, 64) and config.pack_gqa < 2 * group
@@ -316,8 +317,8 @@ def test_packing_never_costs_tiles(table: ModuleType, Sq: int, group: int, right
 @EACH_TABLE
 @pytest.mark.parametrize("extra", [{"dropout": True}, {"mask": "bool"}])
 def test_rows_that_differ_by_head_are_not_packed(extra: dict[str, object], table: ModuleType) -> None:
-    assert table.forward(BARE, 1, 1024, 8).pack_gqa == 8
-    assert table.forward(BARE._replace(**extra), 1, 1024, 8).pack_gqa == 1
+    assert table.forward(BARE, Sizes(1, 1024, 8)).pack_gqa == 8
+    assert table.forward(BARE._replace(**extra), Sizes(1, 1024, 8)).pack_gqa == 1
 
 
 @pytest.mark.parametrize(
@@ -326,14 +327,16 @@ def test_rows_that_differ_by_head_are_not_packed(extra: dict[str, object], table
 def test_clusters_are_for_many_plain_tiles(extra: dict[str, object]) -> None:
     """Clusters need tiles of one sequence with the same blocks, and so many that an odd one hardly counts."""
     wide = BARE._replace(D=256, Dv=256)
-    assert sm90.forward(wide, 8192, 8192).cluster == 2
-    assert sm90.forward(wide, 1, 8192).cluster == sm90.forward(wide, 1000, 8192).cluster == 1
-    assert sm90.forward(wide._replace(**extra), 8192, 8192).cluster == 1
+    assert sm90.forward(wide, Sizes(8192, 8192)).cluster == 2
+    assert {sm90.forward(wide, Sizes(Sq, 8192)).cluster for Sq in (1, 1000)} == {1}
+    assert sm90.forward(wide._replace(**extra), Sizes(8192, 8192)).cluster == 1
 
 
 def test_a_window_counts_as_few_keys() -> None:
     features = BARE._replace(left=True, right=True)
-    assert sm90.forward(features, 1 << 14, 1 << 14, seen=256) == sm90.forward(features, 1 << 14, 256)
+    assert sm90.forward(features, Sizes(1 << 14, 1 << 14, seen=256)) == sm90.forward(
+        features, Sizes(1 << 14, 256)
+    )
 
 
 @pytest.mark.parametrize(
@@ -352,7 +355,7 @@ def test_a_window_counts_as_few_keys() -> None:
 def test_measured_cells_take_the_tiles_that_won_there(
     D: int, right: bool, S: int, rows: int, keys: int
 ) -> None:
-    config = sm90.forward(BARE._replace(D=D, Dv=D, right=right), S, S)
+    config = sm90.forward(BARE._replace(D=D, Dv=D, right=right), Sizes(S, S))
     assert (config.rows, config.keys) == (rows, keys)
 
 

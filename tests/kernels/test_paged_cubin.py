@@ -13,6 +13,7 @@ from everything import one_of
 from flash4_torch.backends.compiled import SM90A, SM100A
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm90, sm100
+from flash4_torch.configs.sizes import Sizes
 from flash4_torch.configs.types import Features, Sm90Forward, widest_box
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -48,7 +49,7 @@ def blackwell() -> Iterator[Key]:
     """Kernels for long sequences, whose end is inside a tile."""
     for features, page_size in product(_features(USES), PAGE_SIZES):
         own = features._replace(page_box=widest_box(page_size))
-        yield Key(SM100A.forward, (own, sm100.forward(own, 4095, 4095)), SM100A.arch)
+        yield Key(SM100A.forward, (own, sm100.forward(own, Sizes(4095, 4095))), SM100A.arch)
 
 
 def _features(uses: Sequence[dict[str, object]]) -> Iterator[Features]:

@@ -14,6 +14,7 @@ from everything import examples
 from flash4_torch.backends.compiled import SM90A, TARGETS, Target, forward, paged
 from flash4_torch.backends.compiled.paged import PagedProblem
 from flash4_torch.configs import sm90
+from flash4_torch.configs.sizes import Sizes
 from flash4_torch.configs.types import widest_box
 from flash4_torch.kvcache_problem import CacheInputs, CacheOptions
 from flash4_torch.ops.kvcache import describe
@@ -108,7 +109,8 @@ def test_tiles_for_pages_are_chosen_for_larger_boxes(found: Any, page_box: int, 
     """
     found = found._replace(mask="", dropout=False, varlen=True, softcap=False)
     paged, dense = (
-        sm90.row(found._replace(page_box=box), 4096, 16384, 1, None, heads, 132) for box in (page_box, 0)
+        sm90.row(found._replace(page_box=box), Sizes(4096, 16384, heads=heads, num_sms=132))
+        for box in (page_box, 0)
     )
     if paged.config.warpgroups == dense.config.warpgroups:
         assert widest_box(page_box, paged.config.keys) >= widest_box(page_box, dense.config.keys)

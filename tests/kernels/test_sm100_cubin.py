@@ -10,6 +10,7 @@ from blackwell_code import assert_code_is_as_planned
 from everything import EVERYTHING
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm100, sm103
+from flash4_torch.configs.sizes import Sizes
 from flash4_torch.configs.types import SHARED_MEMORY, Features, Sm100Forward
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
@@ -63,11 +64,11 @@ def features() -> list[Features]:
 
 def kernels() -> list[Kernel]:
     """Kernels for long sequences, whose end is inside a tile."""
-    return [(f, sm100.forward(f, 4095, 4095)) for f in features()]
+    return [(f, sm100.forward(f, Sizes(4095, 4095))) for f in features()]
 
 
 def keys() -> list[Key]:
-    ultra = Key(ENTRY, (ULTRA, sm103.forward(ULTRA, 4096, 4096)), "sm_103a")
+    ultra = Key(ENTRY, (ULTRA, sm103.forward(ULTRA, Sizes(4096, 4096))), "sm_103a")
     return [*(Key(ENTRY, kernel, "sm_100a") for kernel in kernels()), ultra]
 
 

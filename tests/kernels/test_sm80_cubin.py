@@ -12,6 +12,7 @@ import cubin
 from everything import one_of
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm80
+from flash4_torch.configs.sizes import Sizes
 from flash4_torch.configs.types import Features, Sm80Forward
 from flex_mods import of_kernels
 
@@ -124,12 +125,12 @@ def keys() -> list[Key]:
     """All kernels that are compiled; the last one spills."""
     found = one_of(479, [key for arch in TABLES for key in everything(arch)])
     full = [Key(ENTRY, kernel, arch) for kernel in FULL for arch in ("sm_80", "sm_90a")]
-    full.append(Key(ENTRY, (EXACT, sm80.SMALL.forward(EXACT, 4096, 4095)), "sm_120a"))
-    full.append(Key(ENTRY, (FEW_ROWS, sm80.SMALL.forward(FEW_ROWS, 64, 4096)), "sm_86"))
-    full.append(Key(ENTRY, (TF32, sm80.SMALL.forward(TF32, 4096, 4095)), "sm_120a"))
-    whole = [(f, sm80.LARGE.forward(f, 4096, 4096)) for f in (*DROPPED, MASKED)]
+    full.append(Key(ENTRY, (EXACT, sm80.SMALL.forward(EXACT, Sizes(4096, 4095))), "sm_120a"))
+    full.append(Key(ENTRY, (FEW_ROWS, sm80.SMALL.forward(FEW_ROWS, Sizes(64, 4096))), "sm_86"))
+    full.append(Key(ENTRY, (TF32, sm80.SMALL.forward(TF32, Sizes(4096, 4095))), "sm_120a"))
+    whole = [(f, sm80.LARGE.forward(f, Sizes(4096, 4096))) for f in (*DROPPED, MASKED)]
     full += [Key(ENTRY, kernel, "sm_80") for kernel in whole]
-    full.append(Key(ENTRY, (PACKED, sm80.LARGE.forward(PACKED, 4096, 4095)), "sm_80"))
+    full.append(Key(ENTRY, (PACKED, sm80.LARGE.forward(PACKED, Sizes(4096, 4095))), "sm_80"))
     return list(dict.fromkeys([*found, *full, Key(ENTRY, SPILLS, "sm_80")]))
 
 

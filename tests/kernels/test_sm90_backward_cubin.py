@@ -15,6 +15,7 @@ from flash4_torch.backends.compiled.backward import group_reduce_plan, row_plans
 from flash4_torch.backends.flex.compiled import derivative_of
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm90_backward as configs
+from flash4_torch.configs.sizes import BackwardSizes
 from flash4_torch.configs.types import Features, Mods, Scope
 from flash4_torch.flex import ramp
 from flex_calls import traced
@@ -98,7 +99,8 @@ def common() -> list[Key]:
     """What most calls ask for: long sequences, causal and full."""
     found = [Features("bfloat16", D, D, right=causal) for D in (64, 128) for causal in (True, False)]
     return [
-        Key(SM90A.backward, (features, configs.backward(features, 8192)), SM90A.arch) for features in found
+        Key(SM90A.backward, (features, configs.backward(features, BackwardSizes(8192))), SM90A.arch)
+        for features in found
     ]
 
 

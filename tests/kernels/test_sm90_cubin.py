@@ -12,6 +12,7 @@ import cubin
 from everything import EVERYTHING
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm90
+from flash4_torch.configs.sizes import Sizes
 from flash4_torch.configs.types import Features, Mods, Sm90Forward
 from flash4_torch.flex.attention import traced
 from flex_mods import Mod
@@ -93,7 +94,7 @@ def covering() -> list[Kernel]:
 def common() -> list[Kernel]:
     """What most calls ask for: long sequences, causal and full."""
     all_features = [Features("bfloat16", D, D)._replace(**uses) for D in (64, 128) for uses in (CAUSAL, {})]
-    return [(features, sm90.forward(features, 8192, 8192)) for features in all_features]
+    return [(features, sm90.forward(features, Sizes(8192, 8192))) for features in all_features]
 
 
 def ramped() -> list[Kernel]:
@@ -122,10 +123,10 @@ def listed() -> list[Kernel]:
     tile of 64 rows spilled with 112 keys.
     """
     few = Features("bfloat16", 192, 192, mask="bool", right=True)
-    found = [(few, sm90.forward(few, 64, 8192))]
+    found = [(few, sm90.forward(few, Sizes(64, 8192)))]
     for D in (64, 96, 128, 192, 256) if EVERYTHING else (64, 128):
         lists, mask = (Features("bfloat16", D, D)._replace(**x) for x in ({"mods": BLOCKS}, {"mask": "bool"}))
-        found.append((mask, sm90.forward(lists, 8192, 8192)))
+        found.append((mask, sm90.forward(lists, Sizes(8192, 8192))))
     return found
 
 

@@ -7,6 +7,7 @@ from itertools import cycle, product
 from typing import Any
 
 from flash4_torch.configs import sm80, sm80_backward
+from flash4_torch.configs.sizes import BackwardSizes, Sizes
 from flash4_torch.configs.types import Features
 from kernel_calls import Kernel
 
@@ -38,9 +39,9 @@ def forwards() -> dict[str, Placed]:
         found: _Found = {}
         for features in _features((*table.rows, *table.float32)):
             if not table.limits(features):
-                for Sq, Sk in product((64, 4096), (4095, 4096)):
-                    config = table.forward(features, Sq, Sk)
-                    found.setdefault((table.row(features, Sq, Sk), config), (features, config))
+                for sizes in map(Sizes, (64, 64, 4096, 4096), (4095, 4096) * 2):
+                    config = table.forward(features, sizes)
+                    found.setdefault((table.row(features, sizes), config), (features, config))
         placed |= _placed(found, archs)
     return placed
 
@@ -61,7 +62,7 @@ def backwards() -> dict[str, Placed]:
             features = bare._replace(deterministic=deterministic)
             if not table.limits(features):
                 for Sk in (4095, 4096):
-                    config = table.backward(features, Sk)
+                    config = table.backward(features, BackwardSizes(Sk))
                     # Of GPUs with kernels of their own what no other table has.
                     if archs is not LARGEST or (features, config) not in served:
                         found.setdefault((table.row(features), config), (features, config))

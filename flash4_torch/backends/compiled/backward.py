@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ... import compile
 from ...configs.sections import Workload
+from ...configs.sizes import BackwardSizes
 from ...configs.types import Features, Mods, Scope
 from ...kernels.common.bwd.dq_blocks import sums_of
 from ...kernels.common.bwd.row_blocks import (
@@ -157,15 +158,15 @@ def features_of(problem: Problem, mods: Mods | None = None) -> Features:
 
 
 def config_of(target: Target, problem: Problem, num_sms: int, mods: Mods | None = None) -> BackwardConfig:
-    extent, kv_head_rows = problem.extent, _kv_head_rows(target, problem, num_sms)
-    return target.backward_configs.backward(
-        features_of(problem, mods),
+    extent = problem.extent
+    sizes = BackwardSizes(
         extent.Sk,
         _end_masked(problem),
-        kv_head_rows,
+        _kv_head_rows(target, problem, num_sms),
         problem.spec.group,
         may_preprocess=extent.B * extent.Hk <= num_sms and not problem.spec.dlse,
     )
+    return target.backward_configs.backward(features_of(problem, mods), sizes)
 
 
 def row_of(target: Target, problem: Problem, num_sms: int) -> Row:
@@ -180,7 +181,7 @@ def _end_masked(problem: Problem) -> bool:
 def _kv_head_rows(target: Target, problem: Problem, num_sms: int) -> int:
     """Query rows of a KV head, if there are heads enough for each CTA to take whole ones; else 0."""
     extent, table = problem.extent, target.backward_configs
-    tile = table.backward(features_of(problem), extent.Sk, _end_masked(problem)).cluster_keys
+    tile = table.backward(features_of(problem), BackwardSizes(extent.Sk, _end_masked(problem))).cluster_keys
     heads, tiles = extent.B * extent.Hk, -(-extent.Sk // tile)
     # One KV head per SM at a time keeps the SMs busy for at least nine tenths of the time.
     even = 10 * heads >= 9 * num_sms * -(-heads // num_sms)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import compile
 from ...configs.sections import Section, heads_that_fit
+from ...configs.sizes import Sizes
 from ...configs.types import LARGE_SOFTCAP, Features, Mods
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Inputs, Problem, Spec, has_float_mask
@@ -161,31 +162,22 @@ def config_of(
     target: Target, problem: Problem, num_sms: int | None, features: Features | None = None
 ) -> ForwardConfig:
     """The config of a call: on so many SMs, or as for many tiles; of its own features by default."""
-    band = problem.band
-    end_masked = band.right is not None and band.right <= 0
-    return target.forward_configs.forward(*_sizes(problem, features), end_masked, *_grid(problem, num_sms))
+    features = features or features_of(problem)
+    return target.forward_configs.forward(features, sizes_of(problem, num_sms))
 
 
 def row_of(target: Target, problem: Problem, num_sms: int) -> Row:
     """The table's row that serves the problem."""
-    return target.forward_configs.row(*_sizes(problem, None), *_grid(problem, num_sms))
+    return target.forward_configs.row(features_of(problem), sizes_of(problem, num_sms))
 
 
-def _sizes(problem: Problem, features: Features | None) -> tuple[Features, int, int, int, int | None]:
-    extent = problem.extent
-    return features or features_of(problem), extent.Sq, extent.Sk, problem.spec.group, seen(problem)
-
-
-def _grid(problem: Problem, num_sms: int | None) -> tuple[int | None, int]:
-    """KV heads of all batch entries, if they matter, and SMs that their tiles are divided among."""
-    heads = problem.extent.B * problem.extent.Hk
-    return (None, 1) if num_sms is None else (heads, num_sms)
-
-
-def seen(problem: Problem) -> int | None:
-    """The most keys that a row sees, if the window bounds them on both sides."""
-    left, right = problem.band
-    return None if left is None or right is None else max(left + right + 1, 1)
+def sizes_of(problem: Problem, num_sms: int | None) -> Sizes:
+    """What the table goes by: on so many SMs, or as for many tiles."""
+    extent, (left, right) = problem.extent, problem.band
+    seen = None if left is None or right is None else max(left + right + 1, 1)
+    end_masked = right is not None and right <= 0
+    sizes = Sizes(extent.Sq, extent.Sk, problem.spec.group, seen, end_masked)
+    return sizes if num_sms is None else sizes._replace(heads=extent.B * extent.Hk, num_sms=num_sms)
 
 
 def params_of(target: Target, problem: Problem, config: ForwardConfig, num_sms: int) -> LaunchParams:

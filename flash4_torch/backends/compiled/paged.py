@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ...configs.packing import best_pack
+from ...configs.sizes import Sizes
 from ...configs.types import Features, widest_box
 from ...kvcache_problem import CacheProblem, CacheSpec
 from ...problem import Extent, Problem, Spec
@@ -150,7 +151,7 @@ def reachable(target: Target, paged: PagedProblem, queries: int) -> Iterator[tup
         ragged_k = not (right is not None and right <= 0 and asked.right)
         for config in target.forward_configs.reachable(asked, group):
             rows, pack = config.queries * config.pack_gqa, config.pack_gqa
-            packs = {1, *(best_pack(asked, rows, n, group) for n in range(queries, rows))}
+            packs = {1, *(best_pack(asked, rows, Sizes(n, size_k, group)) for n in range(queries, rows))}
             if config.ragged_k == ragged_k and pack in packs:
                 found[asked._replace(page_box=widest_box(page_size, config.keys)), config] = None
     return iter(found)

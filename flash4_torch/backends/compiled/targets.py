@@ -11,6 +11,7 @@ from ...compile import arch as archs
 from ...configs import sm80, sm80_backward, sm90, sm90_backward, sm100, sm100_backward, sm103
 from ...configs.decode import ADA, AMPERE, GA102, HOPPER, Gpu
 from ...configs.sections import Section, Workload
+from ...configs.sizes import BackwardSizes, Sizes
 from ...configs.types import Features, Scope
 
 PREPROCESS = "flash4_torch.kernels.aux_kernels.bwd_preprocess:compile_preprocess"
@@ -111,30 +112,11 @@ class Row(Protocol):
 class ForwardTable(Protocol):
     """Interface of a module of `configs` for the forward."""
 
-    def forward(
-        self,
-        features: Features,
-        Sq: int,
-        Sk: int,
-        group: int = 1,
-        seen: int | None = None,
-        end_masked: bool = False,
-        heads: int | None = None,
-        num_sms: int = 1,
-    ) -> ForwardConfig: ...
+    def forward(self, features: Features, sizes: Sizes) -> ForwardConfig: ...
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[ForwardConfig, ...]: ...
 
-    def row(
-        self,
-        features: Features,
-        Sq: int,
-        Sk: int,
-        group: int = 1,
-        seen: int | None = None,
-        heads: int | None = None,
-        num_sms: int = 1,
-    ) -> Row: ...
+    def row(self, features: Features, sizes: Sizes) -> Row: ...
 
     def limits(self, features: Features) -> list[str]: ...
 
@@ -142,15 +124,7 @@ class ForwardTable(Protocol):
 class BackwardTable(Protocol):
     """Interface of a module of `configs` for the backward."""
 
-    def backward(
-        self,
-        features: Features,
-        Sk: int,
-        end_masked: bool = False,
-        kv_head_rows: int = 0,
-        group: int = 1,
-        may_preprocess: bool = False,
-    ) -> BackwardConfig: ...
+    def backward(self, features: Features, sizes: BackwardSizes) -> BackwardConfig: ...
 
     def reachable(self, features: Features, group: int | None = None) -> tuple[BackwardConfig, ...]: ...
 

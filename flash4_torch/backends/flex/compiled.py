@@ -378,12 +378,9 @@ def chosen(target: Target, problem: FlexProblem) -> Choice:
     blocks, ramp = "" if spec.block is None else "rows", has_ramp(problem)
     mods = Mods(spec.score_mod, spec.mask_mod, blocks, bounds=spec.bounds, ramp=ramp)
     features = forward.features_of(plain, mods)
-    extent, band = problem.extent, problem.band
-    end_masked = band.right is not None and band.right <= 0
-    seen = forward.seen(plain)
-    config = target.forward_configs.forward(features, extent.Sq, extent.Sk, spec.group, seen, end_masked)
+    config = forward.config_of(target, plain, None, features)
     if spec.block is not None:
-        mods = mods._replace(blocks=_states(spec.block[1], config.keys, extent.Sk))
+        mods = mods._replace(blocks=_states(spec.block[1], config.keys, problem.extent.Sk))
     return Choice(features._replace(mods=mods), config)
 
 
