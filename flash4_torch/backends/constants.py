@@ -1,35 +1,91 @@
-"""Tensors that never change, made once for each device."""
+"""Tensors that never change, made once for each device, and each size."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import forks
 from . import tile_counters
 
-_ones: dict[torch.device, Tensor] = {}
+_Make = Callable[..., Tensor]
+"""Function from sizes and a device to a new tensor."""
+
+_MOST = 1 << 14
+"""Tensors to keep. Launches under way and captured ones may read them, so that none is ever given up, and
+beyond these each call has its own."""
+_kept: dict[tuple[Any, ...], Tensor] = {}
+_making = forks.Lock()
 
 
 def one(device: torch.device) -> Tensor:
-    """The float32 tensor () of 1 on a device, which every stream sees.
+    """The float32 tensor () of 1."""
+    return _constant(device, _one)
+
+
+def even_ends(device: torch.device, B: int, S: int) -> Tensor:
+    """Cumulative lengths (B + 1,), int32, of B sequences of length S."""
+    return _constant(device, _even_ends, B, S)
+
+
+def even_lengths(device: torch.device, B: int, S: int) -> Tensor:
+    """Lengths (B,), int32, of B sequences of length S."""
+    return _constant(device, _even_lengths, B, S)
+
+
+def own_pages(device: torch.device, B: int) -> Tensor:
+    """A block table (B, 1), int32, in which each sequence has the page of its number."""
+    return _constant(device, _own_pages, B)
+
+
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def _even_ends(B: int, S: int, device: torch.device) -> Tensor:
+    return torch.arange(B + 1, dtype=torch.int32, device=device) * S
+
+
+def _even_lengths(B: int, S: int, device: torch.device) -> Tensor:
+    return torch.full((B,), S, dtype=torch.int32, device=device)
+
+
+def _own_pages(B: int, device: torch.device) -> Tensor:
+    return torch.arange(B, dtype=torch.int32, device=device)[:, None]
+
+
+def _constant(device: torch.device, make: _Make, *sizes: int) -> Tensor:
+    """The tensor of these sizes on a device, which every stream sees.
 
     A captured launch gets one of its own in the graph's memory, unless there is one already. While
     torch.compile prepares a CUDA graph, this thread's allocations come from the graph's memory, where
     nothing may stay; another thread's allocations do not.
     """
-    found = _ones.get(device)
-    if found is None:
-        if device.type == "cuda" and tile_counters.is_capturing(device.index):
-            return _make(device)
-        with ThreadPoolExecutor(max_workers=1) as other_thread:
-            found = _ones[device] = other_thread.submit(_make, device, wait=True).result()
-    return found
+    key = device, make, *sizes
+    found = _kept.get(key)
+    if found is not None:
+        return found
+    captured = device.type == "cuda" and tile_counters.is_capturing(device.index)
+    if captured or len(_kept) >= _MOST:
+        return make(*sizes, device=device)
+    with _making.held():
+        if key not in _kept:
+            with ThreadPoolExecutor(max_workers=1) as other_thread:
+                _kept[key] = other_thread.submit(_make, device, make, sizes).result()
+        return _kept[key]
 
 
-def _make(device: torch.device, wait: bool = False) -> Tensor:
-    x = torch.ones((), dtype=torch.float32, device=device)
-    if wait and device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def _make(device: torch.device, make: _Make, sizes: tuple[int, ...]) -> Tensor:
+    """It is copied to a GPU on a stream that waits for no other work of it."""
+    x = make(*sizes, device=torch.device("cpu"))
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        x = x.to(device)
+    if stream is not None:
+        stream.synchronize()
     return x

@@ -2,13 +2,14 @@
 
 signature, call = kvcache.lookup(tensors, bounds, flags)
 if call is not None:
-    return call(*tensors)
+    return call(tensors, wants_lse)
 ...
 kvcache.record(signature, flags, inputs, options)
 
 Steps of a server are calls of one kind, whose sizes change: tokens, sequences, columns of the table, bounds.
 A kind is checked once, by the slow path. What a new number of sequences, or new bounds decide is decided once
-for these; tokens and columns decide nothing.
+for these; tokens and columns decide nothing. A call of the very sizes of the one before is recognised by
+torch's own check of all tensors (`recent`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
+from torch._C._dynamo.guards import TensorGuards
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
@@ -27,15 +29,20 @@ from ..backends.kvcache import CacheLaunch
 from ..kvcache_problem import CacheExtent, CacheInputs, CacheOptions, CacheProblem
 from ..ops.kvcache import check_values, describe
 from .conditions import must_take_slow_path
+from .recent import guard
 
 Kind = tuple[Any, ...]
 """What calls have in common whose sizes alone differ."""
 Sizes = tuple[int, int, int]
 """B, max_seqlen_q and max_seqlen_k, from 1 on."""
 Signature = tuple[Kind, Sizes]
+Place = tuple[Any, ...]
+"""Bounds and flags of a call with their types, and which tensors there are."""
 
 _MOST_KINDS, _MOST_SIZES = 1024, 1024
 """Kinds to remember, and sizes of each; when a memory is full, it is cleared."""
+_MOST_REPEATED = 3
+"""Calls to recognise for each place; each one takes time from those that follow."""
 _MOST_TOKENS, _LONGEST = 1 << 28, 1 << 29
 """Calls of more tokens, or bounds above this, take the slow path, which knows who counts them."""
 _PLAIN = frozenset({bool, int, float, type(None)})
@@ -44,39 +51,51 @@ _UNKNOWN: Any = object()
 """What stands for sizes that have not been looked at; None for those that the slow path must serve."""
 
 _calls: dict[Kind, Calls] = {}
+_repeated: dict[Place, Repeated] = {}
 
 
 class CacheCall(NamedTuple):
     """A prepared call of `attention_kvcache`."""
 
     launch: CacheLaunch
-    batch: tuple[int, int] | None
-    """B and Sq of q (B, Sq, Hq, D), or None if it is packed."""
+    shape: tuple[int, int, int, int] | None
+    """out's, (B, Sq, Hq, Dv), or None if q is packed."""
     scales: tuple[int, int] | None
     """B and Hk, if the cache has 8-bit numbers."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_table: Tensor | None,
-        cu_seqlens_q: Tensor | None,
-        seqused_k: Tensor | None,
-        sinks: Tensor | None,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-        out: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, tensors: tuple[Any, ...], wants_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+        """out, and lse if it is wanted. tensors: as `lookup` takes them."""
+        q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, sinks, k_scale, v_scale, out = tensors
         if self.scales is not None:
             k_scale, v_scale = _of_heads(q, (k_scale, v_scale), self.scales)
-        tensors = (k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, None, sinks, k_scale, v_scale)
-        if self.batch is None:
-            return self.launch(CacheInputs(q, *tensors), out)
-        result, lse = self.launch(CacheInputs(q.flatten(0, 1), *tensors), _packed(out))
-        B, Sq = self.batch
-        own = result.view(B, Sq, *result.shape[1:]) if out is None else out
-        return own, lse.view(lse.shape[0], B, Sq).transpose(0, 1)
+        rest = (k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, None, sinks, k_scale, v_scale)
+        if (shape := self.shape) is None:
+            results = self.launch(CacheInputs(q, *rest), out)
+            return results if wants_lse else results[0]
+        result, lse = self.launch(CacheInputs(q.flatten(0, 1), *rest), _packed(out))
+        if out is None:
+            out = result.view(shape)
+        B, Sq, Hq, _ = shape
+        return (out, lse.view(Hq, B, Sq).transpose(0, 1)) if wants_lse else out
+
+
+class Repeated:
+    """Calls that followed one of their very sizes, and what recognises them."""
+
+    __slots__ = ("calls", "last")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[TensorGuards, CacheCall]] = []
+        self.last: tuple[Any, ...] = ()
+
+    def note(self, signature: Signature, tensors: tuple[Any, ...], call: CacheCall) -> None:
+        """Remembers the call if it is like the last one; addresses are at multiples of 16 bytes."""
+        given = tuple(x for x in tensors if x is not None)
+        last, self.last = self.last, (*(x.shape for x in given), signature)
+        if last == self.last and not _places(tensors) % ALIGNMENT:
+            if len(self.calls) >= _MOST_REPEATED:
+                del self.calls[0]
+            guard(self.calls, given, call)
 
 
 class Calls:
@@ -130,7 +149,7 @@ class Calls:
             return None
         if problem.spec.device == "cpu":
             launch = _checked(launch, self.options._replace(max_seqlen_q=Sq, max_seqlen_k=Sk))
-        return CacheCall(launch, None if is_packed else (B, Sq), scales)
+        return CacheCall(launch, None if is_packed else (B, Sq, Hq, v_cache.shape[3]), scales)
 
 
 def _of_heads(q: Tensor, scales: tuple[Tensor | None, ...], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -154,6 +173,13 @@ def lookup(
     if is_dynamo_compiling() or must_take_slow_path() or _is_any_autocast_enabled():
         return None, None
     try:
+        place = is_grad_enabled(), *bounds, *flags, *map(type, bounds), *map(type, flags)
+        place += tuple([x is None for x in tensors])
+        repeated = _repeated.get(place)
+        if repeated is not None and repeated.calls:
+            call = _repeated_call(repeated.calls, tensors)
+            if call is not None:
+                return None, call
         signature = _signature(tensors, *bounds, flags)
         calls = None if signature is None else _calls.get(signature[0])
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
@@ -162,7 +188,35 @@ def lookup(
     if signature is None or calls is None:
         return signature, None
     call = calls.by_sizes.get(signature[1], _UNKNOWN)
-    return signature, calls.prepare(signature[1], tensors) if call is _UNKNOWN else call
+    if call is _UNKNOWN:
+        call = calls.prepare(signature[1], tensors)
+    if call is not None:
+        if repeated is None:
+            if len(_repeated) >= _MOST_KINDS:
+                _repeated.clear()
+            repeated = _repeated[place] = Repeated()
+        repeated.note(signature, tensors, call)
+    return signature, call
+
+
+def _repeated_call(calls: list[tuple[TensorGuards, CacheCall]], tensors: tuple[Any, ...]) -> CacheCall | None:
+    """The call that recognises these tensors."""
+    given = [x for x in tensors if x is not None]
+    for guards, call in calls:
+        if guards.check(*given):
+            # What no check of types and sizes sees must be as it was when the call was remembered.
+            return None if _places(tensors) % ALIGNMENT or not all([x.data_ptr() for x in given]) else call
+    return None
+
+
+def _places(tensors: tuple[Any, ...]) -> int:
+    """The addresses that a kind knows, as one number, a multiple of `ALIGNMENT` if all of them are."""
+    q, k_cache, v_cache, _, _, _, sinks, k_scale, v_scale, out = tensors
+    places: int = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
+    for x in (sinks, k_scale, v_scale, out):
+        if x is not None:
+            places |= x.data_ptr()
+    return places
 
 
 def _signature(
@@ -250,3 +304,4 @@ def _checked(launch: CacheLaunch, options: CacheOptions) -> CacheLaunch:
 def clear() -> None:
     """Forgets all calls; the next one of each kind takes the slow path."""
     _calls.clear()
+    _repeated.clear()

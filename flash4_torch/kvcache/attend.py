@@ -148,9 +148,9 @@ def attention_kvcache(
         flags = (causal, *window, scale, softcap, num_splits, batch_invariant)
         signature, call = fast_path.lookup(tensors, (max_seqlen_q, max_seqlen_k), flags)
         if call is not None and (return_lse is False or return_lse is True):
-            result, lse = call(*tensors)
+            results = call(tensors, return_lse)
             _note_change(out)
-            return (result, lse) if return_lse else result
+            return results
     inputs, options = _checked(
         q,
         k_cache,

@@ -16,8 +16,9 @@ from torch import Tensor
 import flash4_torch
 from everything import examples
 from flash4_torch import ahead
+from flash4_torch.backends import constants
 from flash4_torch.backends.compiled import TARGETS, Target
-from flash4_torch.errors import ArgumentError
+from flash4_torch.errors import ArgumentError, NoGradientError
 from flash4_torch.fast_path import kvcache as fast_path
 from flash4_torch.kvcache import steps
 from flash4_torch.kvcache.attend import coarse_bound
@@ -171,8 +172,10 @@ def test_a_step_of_new_sizes_launches_what_the_slow_path_does(
     with gpu(TARGETS[arch]) as backend:
         step(*first)
         for sizes in later:
-            backend.launches.clear()
-            fast = step(*sizes)
+            # The third time it is recognised.
+            for _ in range(3):
+                backend.launches.clear()
+                fast = step(*sizes)
             assert len(fast_path._calls) == 1 and backend.launches
             own = list(backend.launches)
             backend.launches.clear()
@@ -183,6 +186,64 @@ def test_a_step_of_new_sizes_launches_what_the_slow_path_does(
             for a, b in zip(own, backend.launches, strict=True):
                 assert a[:2] == b[:2] and same(a.args[:-1], b.args[:-1])
                 assert [*a.args[-1]] == [*b.args[-1]]
+
+
+def test_a_call_like_the_last_one_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors are checked at once. One of other sizes is written down, and this one is known after it."""
+    written: list[Any] = []
+    found = fast_path._signature
+
+    def signature(*args: Any) -> Any:
+        written.append(found(*args))
+        return written[-1]
+
+    monkeypatch.setattr(fast_path, "_signature", signature)
+    with gpu(TARGETS["sm_90a"]) as backend:
+        for sizes, needs in zip(
+            [(9, 3), (9, 3), (9, 3), (9, 3), (8, 3), (9, 3)], [1, 1, 1, 0, 1, 0], strict=True
+        ):
+            tensors, where = Layer().tensors(*sizes)
+            written.clear()
+            attend(*tensors, max_seqlen_q=7, max_seqlen_k=64, **where)
+            assert len(written) == needs and backend.launches.pop().args[0].shape[0] == sizes[0]
+
+
+def _off_by_8_bytes(x: Tensor) -> Tensor:
+    return torch.zeros(x.numel() + 4, dtype=x.dtype)[4:].view(x.shape)
+
+
+OTHERS: dict[str, Any] = {
+    "place": _off_by_8_bytes,
+    "strides": lambda q: torch.zeros(*q.shape[:-1], q.shape[-1] + 8, dtype=q.dtype)[..., :-8],
+    "dtype": lambda q: q.half(),
+    "sign": lambda q: torch._neg_view(q),
+    "gradient": lambda q: q.clone().requires_grad_(),
+    "subclass": lambda q: q.as_subclass(type("Own", (Tensor,), {})),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_call_that_differs_unseen_is_not_recognised(other: str) -> None:
+    """Its q has the same sizes; it is served as if no call had been before it."""
+    (q, *caches), where = Layer().tensors(9, 3)
+
+    def launches(q: Tensor) -> list[Any]:
+        backend.launches.clear()
+        try:
+            attend(q, *caches, max_seqlen_q=7, max_seqlen_k=64, **where)
+        except (ArgumentError, NoGradientError) as error:
+            return [str(error)]
+        return [launch.args[0].dtype for launch in backend.launches] + [
+            (launch.args[0].stride(), launch.args[0].data_ptr() % 16) for launch in backend.launches
+        ]
+
+    changed = OTHERS[other](q)
+    with gpu(TARGETS["sm_90a"]) as backend:
+        alone = launches(changed)
+    with gpu(TARGETS["sm_90a"]) as backend:
+        for _ in range(4):
+            usual = launches(q)
+        assert launches(changed) == alone and launches(q) == usual
 
 
 def test_tokens_and_columns_decide_nothing() -> None:
@@ -196,6 +257,25 @@ def test_tokens_and_columns_decide_nothing() -> None:
         assert asked[1] == asked[2] == asked[3]
         (calls,) = fast_path._calls.values()
         assert list(calls.by_sizes) == [(7, 30, 1024)]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_lengths_that_sizes_say_are_made_once(is_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless too many are kept already; none is given up, which a captured launch may read."""
+    kept: dict[Any, Tensor] = {}
+    monkeypatch.setattr(constants, "_kept", kept)
+    monkeypatch.setattr(constants, "_MOST", 0 if is_full else 9)
+    q, cache = torch.zeros(2, 80, 4, 64).bfloat16(), torch.zeros(3, 90, 2, 64).bfloat16()
+    with gpu(TARGETS["sm_90a"]) as backend:
+        for _ in range(4):
+            attend(q, cache, cache)
+        first, *others = (launch.args[7:9] for launch in backend.launches)
+    ends, (table, used, _) = first
+    assert (ends.tolist(), table.tolist(), used.tolist()) == ([0, 80, 160], [[0], [1]], [90, 90])
+    for later, (own_table, own_used, _) in others:
+        assert torch.equal(later, ends) and torch.equal(own_table, table) and torch.equal(own_used, used)
+        assert (later is ends and own_table is table and own_used is used) == (not is_full)
+    assert len(kept) == (0 if is_full else 3)
 
 
 SCALE = torch.ones(3, 2)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from flash4_torch.backends.compiled import Target
 from flash4_torch.backends.compiled.targets import Find
+from flash4_torch.backends.compiled.tensors import past_dispatcher
+from flash4_torch.backends.compiled.workspace import Need, Workspace, allocated
 from flash4_torch.backends.kvcache import append, choice, dispatch
 from flash4_torch.backends.kvcache import compiled as kernels
 from flash4_torch.fast_path import kvcache as fast_path
@@ -54,6 +56,9 @@ class Finding(kernels.Compiled):
 
     def current_device(self) -> int:
         return -1
+
+    def workspace(self, index: int, needs: tuple[Need, ...]) -> Workspace:
+        return allocated(needs, past_dispatcher("cpu"))
 
     def counters(self, index: int, number: int) -> Tensor:
         return torch.zeros(number, dtype=torch.int32)

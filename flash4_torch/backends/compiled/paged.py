@@ -2,7 +2,7 @@
 
     problem = problem_of(cache_problem)
     if not limits(target, problem):
-        launch = sequence(decide(target, problem, num_sms, target.find))
+        launch = sequence(decide(target, problem, num_sms, target.find), lambda params: params)
         launch(q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, sinks, out, lse, tile_counter)
 
 The tensors: q (T, Hq, D) packed; k_cache (pages, page_size, Hk, D) and v_cache (pages, page_size, Hk, Dv), in
@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ from ...kvcache_problem import CacheProblem, CacheSpec
 from ...problem import Extent, Problem, Spec
 from . import forward
 from .forward import Kernel
-from .params import FARTHEST
+from .params import FARTHEST, LaunchParams
 from .targets import Find, ForwardConfig, Target
-from .tensors import is_readable, lengths, readable
+from .tensors import lengths
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _STEP = 16
@@ -163,15 +163,16 @@ Sequence = Callable[
 """Function of the tensors above, out (T, Hq, Dv), lse (Hq, T) and tile_counter, which launches the kernel."""
 
 
-def sequence(kernel: Kernel, min_seqlen_q: int = 0) -> Sequence:
-    """The launch, with everything decided but the tensors.
+def sequence(kernel: Kernel, convert: Callable[[LaunchParams], Any], min_seqlen_q: int = 0) -> Sequence:
+    """The launch, with everything decided but the tensors, of which q and out are readable.
 
-    min_seqlen_q: sequences with fewer queries are left alone.
+    convert: makes of parameters what the kernel is given. min_seqlen_q: sequences with fewer queries are left
+    alone.
 
-    It writes out, of q's dtype, and lse, float32, natural logarithm; either may have any strides. Rows of no
-    sequence are left alone. tile_counter: int32 (1,), which is 0 before and after.
+    It writes out, of q's dtype, and lse, float32, contiguous, natural logarithm. Rows of no sequence are left
+    alone. tile_counter: int32 (1,), which is 0 before and after.
     """
-    function, params = kernel.function, kernel.params
+    function, params = kernel.function, convert(kernel.params)
 
     def launch(
         q: Tensor,
@@ -193,26 +194,22 @@ def sequence(kernel: Kernel, min_seqlen_q: int = 0) -> Sequence:
             if sinks is not None:
                 lse.copy_(sinks[:, None].expand(lse.shape))
             return
-        own_out = out if is_readable(out) else out.contiguous()
-        own_lse = lse if lse.is_contiguous() else lse.contiguous()
+        if block_table.dtype != torch.int32:
+            block_table = block_table.to(torch.int32)
         function(
-            readable(q),
+            q,
             k_cache,
             v_cache,
-            own_out,
-            own_lse,
+            out,
+            lse,
             None,
             tile_counter,
             lengths(cu_seqlens_q),
-            (block_table.to(torch.int32), lengths(seqused_k), min_seqlen_q),
+            (block_table, lengths(seqused_k), min_seqlen_q),
             None,
             None,
             None if sinks is None else sinks.contiguous(),
             params,
         )
-        if own_out is not out:
-            out.copy_(own_out)
-        if own_lse is not lse:
-            lse.copy_(own_lse)
 
     return launch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -78,6 +78,7 @@ def lengths(cu_seqlens: Tensor | None) -> Tensor | None:
     return cu_seqlens.to(torch.int32).contiguous()
 
 
+@lru_cache(maxsize=8192)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):

@@ -18,6 +18,8 @@ from .tensors import Allocator
 
 Need = tuple[tuple[int, ...], torch.dtype]
 """The shape of a contiguous tensor, and its dtype, of 32 bits."""
+Workspace = Callable[[], tuple[Tensor, ...]]
+"""Function that finds tensors for one launch, which nobody reads after it."""
 
 _WORDS = 1 << 18
 """Words of 32 bits that a thread has on a stream: 1 MiB. What needs more is bound by the GPU's time."""
@@ -30,27 +32,33 @@ _words: dict[tuple[int, int, int], Tensor] = {}
 """Memory of each device, thread and stream."""
 
 
-def shared(index: int, needs: tuple[Need, ...], allocator: Allocator) -> Callable[[], tuple[Tensor, ...]]:
+def shared(index: int, needs: tuple[Need, ...], allocator: Allocator) -> Workspace:
     """What finds these tensors for launches on the current stream of device `index`, one call's at a time."""
-    new = tuple(allocator(*need) for need in needs)
+    new = allocated(needs, allocator)
     if sum(map(_room, needs)) > _WORDS:
-        return lambda: tuple(allocate() for allocate in new)
+        return new
     found: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
     def find() -> tuple[Tensor, ...]:
         stream = tile_counters.current_stream(index)
         if stream != tile_counters.DEFAULT_STREAM and tile_counters.is_capturing(index):
-            return tuple(allocate() for allocate in new)
+            return new()
         key = get_ident(), stream
         tensors = found.get(key)
         if tensors is None:
             words = _words_of(index, *key)
             if words is None:
-                return tuple(allocate() for allocate in new)
+                return new()
             found[key] = tensors = _laid_out(words, needs)
         return tensors
 
     return find
+
+
+def allocated(needs: tuple[Need, ...], allocator: Allocator) -> Workspace:
+    """What allocates these tensors."""
+    new = tuple(allocator(*need) for need in needs)
+    return lambda: tuple(allocate() for allocate in new)
 
 
 def _room(need: Need) -> int:

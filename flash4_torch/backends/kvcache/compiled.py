@@ -16,7 +16,7 @@ from ...configs.decode import DecodeForm, Gpu
 from ...configs.types import LARGE_SOFTCAP, Features
 from ...kvcache_problem import CacheExtent, CacheInputs, CacheProblem, CacheSpec
 from ...masks import Band
-from .. import tile_counters
+from .. import constants, tile_counters
 from ..compiled import paged
 from ..compiled.backend import num_sms
 from ..compiled.paged import PagedProblem
@@ -24,7 +24,15 @@ from ..compiled.params import FARTHEST, dtype_name, kernel_band, kernel_softcap
 from ..compiled.prepared import converted
 from ..compiled.served import OnTargets
 from ..compiled.targets import DECODE, Find, Target
-from ..compiled.tensors import is_readable, lengths, new_past_dispatcher, readable
+from ..compiled.tensors import (
+    allocator_like,
+    is_readable,
+    lengths,
+    new_past_dispatcher,
+    past_dispatcher,
+    readable,
+)
+from ..compiled.workspace import Need, Workspace, allocated, shared
 from .base import CacheLaunch
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -64,6 +72,17 @@ New = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Function that allocates a contiguous tensor of a shape and dtype."""
 View = Callable[[Tensor], Tensor]
 """Function that gives a cache strides that the kernel accepts."""
+_MOST_TOKENS_KNOWN = 256
+"""Numbers of tokens for which a prepared launch knows its workspace."""
+
+
+class Means(NamedTuple):
+    """How a launch comes by what it needs besides the call's tensors."""
+
+    new: New
+    convert: Callable[[tuple[Any, ...]], Any]
+    """Makes of parameters what a kernel is given."""
+    workspace: Callable[[tuple[Need, ...]], Workspace]
 
 
 class Compiled(OnTargets):
@@ -80,8 +99,7 @@ class Compiled(OnTargets):
         q = readable(inputs.q)
         # A copy of all of `out`: rows of no sequence keep what they have.
         target = None if out is None else readable(out)
-        new = partial(_new_like, q)
-        launch = self._sequence(inputs, problem, new, lambda params: params)
+        launch = self._sequence(inputs, problem, _dispatched(q))
         results = launch(inputs._replace(q=q), target)
         if target is out or out is None:
             return results
@@ -91,15 +109,11 @@ class Compiled(OnTargets):
         """`attend`, prepared for tensors of these sizes and strides, unless q or `out` needs a copy."""
         if not is_readable(inputs.q) or not (out is None or is_readable(out)):
             return None
-        return self._sequence(inputs, problem, new_past_dispatcher(problem.spec.device), converted)
+        workspace = partial(self.workspace, inputs.q.get_device())
+        means = Means(new_past_dispatcher(problem.spec.device), converted, workspace)
+        return self._sequence(inputs, problem, means)
 
-    def _sequence(
-        self,
-        inputs: CacheInputs,
-        problem: CacheProblem,
-        new: New,
-        convert: Callable[[DecodeParams], Any],
-    ) -> CacheLaunch:
+    def _sequence(self, inputs: CacheInputs, problem: CacheProblem, means: Means) -> CacheLaunch:
         """The launch, with everything decided but the tensors; q and out are readable.
 
         The number of tokens decides nothing, so that it may be another one later.
@@ -111,13 +125,13 @@ class Compiled(OnTargets):
         if extent.B and extent.T and extent.max_seqlen_q:
             many = with_many_tokens(problem, self.target(problem))
             if many is None:
-                launches.append(self._decode(inputs, problem, caches, new, convert))
+                launches.append(self._decode(inputs, problem, caches, means))
             else:
-                launches.append(self._forward(inputs, problem, caches, many))
+                launches.append(self._forward(inputs, problem, caches, many, means))
                 if spec.ragged:
                     few = with_few_tokens(problem)
-                    launches.append(self._decode(inputs, few, caches, new, convert))
-        index, current_device = inputs.q.get_device(), self.current_device
+                    launches.append(self._decode(inputs, few, caches, means))
+        index, current_device, new = inputs.q.get_device(), self.current_device, means.new
 
         def launch(x: CacheInputs, out: Tensor | None) -> tuple[Tensor, Tensor]:
             if current_device() != index:
@@ -132,19 +146,21 @@ class Compiled(OnTargets):
         return launch
 
     def _decode(
-        self,
-        inputs: CacheInputs,
-        problem: CacheProblem,
-        caches: tuple[View, View],
-        new: New,
-        convert: Callable[[DecodeParams], Any],
+        self, inputs: CacheInputs, problem: CacheProblem, caches: tuple[View, View], means: Means
     ) -> Launch:
         """The launch that splits keys, of sequences with up to max_seqlen_q tokens."""
         spec, extent, index = problem.spec, problem.extent, inputs.q.get_device()
         kernel = decide(self.target(problem), problem, self.sms(index))
         function = self.find(problem)(DECODE, (kernel.features, kernel.rows, kernel.form))
-        form, params = kernel.form, convert(params_of(problem, kernel))
+        form, params = kernel.form, means.convert(params_of(problem, kernel))
         parts, Hq, columns = kernel.parts, extent.Hq, decode.part_columns(spec.Dv)
+
+        @lru_cache(_MOST_TOKENS_KNOWN)
+        def workspace(T: int) -> Workspace:
+            float32 = torch.float32
+            sums, lse = (parts, T, Hq, columns), (parts, form.cluster, Hq, T)
+            return means.workspace(((sums, float32), (lse, float32)))
+
         canonical_k, canonical_v = caches
         number, counters = _tiles(problem, kernel.rows) * form.cluster, self.counters
         nothing = (None, None, None)
@@ -152,12 +168,7 @@ class Compiled(OnTargets):
         def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
             partial: Any = nothing
             if form.parts:
-                T = x.q.shape[0]
-                partial = (
-                    new((parts, T, Hq, columns), torch.float32),
-                    new((parts, form.cluster, Hq, T), torch.float32),
-                    counters(index, number),
-                )
+                partial = *workspace(x.q.shape[0])(), counters(index, number)
             sinks = x.sinks
             function(
                 x.q,
@@ -179,23 +190,29 @@ class Compiled(OnTargets):
         return launch
 
     def _forward(
-        self, inputs: CacheInputs, problem: CacheProblem, caches: tuple[View, View], many: PagedProblem
+        self,
+        inputs: CacheInputs,
+        problem: CacheProblem,
+        caches: tuple[View, View],
+        many: PagedProblem,
+        means: Means,
     ) -> Launch:
         """The launch of the forward kernel, of sequences with many tokens."""
         target, index = self.target(problem), inputs.q.get_device()
         kernel = paged.decide(target, many, self.sms(index), self.find(problem))
-        run = paged.sequence(kernel, decode.MOST_TOKENS + 1)
+        run = paged.sequence(kernel, means.convert, decode.MOST_TOKENS + 1)
         B, Sq, counter = problem.extent.B, problem.extent.max_seqlen_q, self.counters
+        device = inputs.q.device
         canonical_k, canonical_v = caches
 
         def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
-            ends, table, used, device = x.cu_seqlens_q, x.block_table, x.seqused_k, x.q.device
+            ends, table, used = x.cu_seqlens_q, x.block_table, x.seqused_k
             if ends is None:
-                ends = torch.arange(0, (B + 1) * Sq, Sq, dtype=torch.int32, device=device)
+                ends = constants.even_ends(device, B, Sq)
             if table is None:
-                table = torch.arange(B, dtype=torch.int32, device=device)[:, None]
+                table = constants.own_pages(device, B)
             if used is None:
-                used = torch.full((B,), x.k_cache.shape[1], dtype=torch.int32, device=device)
+                used = constants.even_lengths(device, B, x.k_cache.shape[1])
             caches = canonical_k(x.k_cache), canonical_v(x.v_cache)
             run(x.q, *caches, table, ends, used, x.sinks, out, lse, counter(index, 1))
 
@@ -230,6 +247,10 @@ class Compiled(OnTargets):
     def current_device(self) -> int:
         """The index of this thread's device."""
         return tile_counters.current_device()
+
+    def workspace(self, index: int, needs: tuple[Need, ...]) -> Workspace:
+        """What finds tensors that nobody reads after a launch on that device's current stream."""
+        return shared(index, needs, past_dispatcher("cuda"))
 
     def counters(self, index: int, number: int) -> Tensor:
         """Counters of tiles, int32, which are 0."""
@@ -444,9 +465,15 @@ def features_of(problem: CacheProblem) -> Features:
     )
 
 
-def _new_like(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocates where `x` is, by the dispatcher, which observers see."""
-    return x.new_empty(shape, dtype=dtype)
+def _dispatched(x: Tensor) -> Means:
+    """Everything is allocated where `x` is, by the dispatcher, which observers see."""
+
+    allocator = allocator_like(x)
+
+    def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return allocator(shape, dtype)()
+
+    return Means(new, lambda params: params, partial(allocated, allocator=allocator))
 
 
 def _canonical(cache: Tensor) -> View:

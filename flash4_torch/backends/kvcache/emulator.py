@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ...kvcache_problem import CacheProblem
 from ..compiled.targets import Find, Target
+from ..compiled.tensors import past_dispatcher
+from ..compiled.workspace import Need, Workspace, allocated
 from ..emulator import emulated_find, emulated_num_sms, emulated_target, why_not_emulated
 from .compiled import Compiled, limits
 
@@ -34,6 +36,9 @@ class Emulator(Compiled):
 
     def current_device(self) -> int:
         return _CPU
+
+    def workspace(self, index: int, needs: tuple[Need, ...]) -> Workspace:
+        return allocated(needs, past_dispatcher("cpu"))
 
     def counters(self, index: int, number: int) -> Tensor:
         return torch.zeros(number, dtype=torch.int32)
