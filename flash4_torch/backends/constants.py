@@ -29,7 +29,7 @@ def one(device: torch.device) -> Tensor:
 
 
 def even_ends(device: torch.device, B: int, S: int) -> Tensor:
-    """Cumulative lengths (B + 1,), int32, of B sequences of length S."""
+    """Cumulative lengths (B + 1,), int32, of B sequences of length S, 1 or more."""
     return _constant(device, _even_ends, B, S)
 
 
@@ -48,7 +48,7 @@ def _one(device: torch.device) -> Tensor:
 
 
 def _even_ends(B: int, S: int, device: torch.device) -> Tensor:
-    return torch.arange(B + 1, dtype=torch.int32, device=device) * S
+    return torch.arange(0, B * S + 1, S, dtype=torch.int32, device=device)
 
 
 def _even_lengths(B: int, S: int, device: torch.device) -> Tensor:
@@ -81,7 +81,7 @@ def _constant(device: torch.device, make: _Make, *sizes: int) -> Tensor:
 
 
 def _make(device: torch.device, make: _Make, sizes: tuple[int, ...]) -> Tensor:
-    """It is copied to a GPU on a stream that waits for no other work of it."""
+    """The tensor, copied to a GPU on a stream that waits for no other work."""
     x = make(*sizes, device=torch.device("cpu"))
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with nullcontext() if stream is None else torch.cuda.stream(stream):
