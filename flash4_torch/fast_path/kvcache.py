@@ -9,7 +9,7 @@ kvcache.record(signature, flags, inputs, options)
 Steps of a server are calls of one kind, whose sizes change: tokens, sequences, columns of the table, bounds.
 A kind is checked once, by the slow path. What a new number of sequences, or new bounds decide is decided once
 for these; tokens and columns decide nothing. A call of the very sizes of the one before is recognised by
-torch's own check of all tensors (`recent`).
+torch's own check of all tensors (`repeated`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, is_grad_enabled
 from torch._C import _is_any_autocast_enabled
-from torch._C._dynamo.guards import TensorGuards
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
@@ -29,7 +28,7 @@ from ..backends.kvcache import CacheLaunch
 from ..kvcache_problem import CacheExtent, CacheInputs, CacheOptions, CacheProblem
 from ..ops.kvcache import check_values, describe
 from .conditions import must_take_slow_path
-from .recent import guard
+from .repeated import Repeated
 
 Kind = tuple[Any, ...]
 """What calls have in common whose sizes alone differ."""
@@ -41,8 +40,6 @@ Place = tuple[Any, ...]
 
 _MOST_KINDS, _MOST_SIZES = 1024, 1024
 """Kinds to remember, and sizes of each; when a memory is full, it is cleared."""
-_MOST_REPEATED = 3
-"""Calls to recognise for each place; each one takes time from those that follow."""
 _MOST_TOKENS, _LONGEST = 1 << 28, 1 << 29
 """Calls of more tokens, or bounds above this, take the slow path, which knows who counts them."""
 _PLAIN = frozenset({bool, int, float, type(None)})
@@ -51,7 +48,7 @@ _UNKNOWN: Any = object()
 """What stands for sizes that have not been looked at; None for those that the slow path must serve."""
 
 _calls: dict[Kind, Calls] = {}
-_repeated: dict[Place, Repeated] = {}
+_repeated: dict[Place, Repeated[CacheCall]] = {}
 
 
 class CacheCall(NamedTuple):
@@ -77,25 +74,6 @@ class CacheCall(NamedTuple):
             out = result.view(shape)
         B, Sq, Hq, _ = shape
         return (out, lse.view(Hq, B, Sq).transpose(0, 1)) if wants_lse else out
-
-
-class Repeated:
-    """Calls that followed one of their very sizes, and what recognises them."""
-
-    __slots__ = ("calls", "last")
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[TensorGuards, CacheCall]] = []
-        self.last: tuple[Any, ...] = ()
-
-    def note(self, signature: Signature, tensors: tuple[Any, ...], call: CacheCall) -> None:
-        """Remembers the call if it is like the last one; addresses are at multiples of 16 bytes."""
-        given = tuple(x for x in tensors if x is not None)
-        last, self.last = self.last, (*(x.shape for x in given), signature)
-        if last == self.last and not _places(tensors) % ALIGNMENT:
-            if len(self.calls) >= _MOST_REPEATED:
-                del self.calls[0]
-            guard(self.calls, given, call)
 
 
 class Calls:
@@ -177,8 +155,8 @@ def lookup(
         place += tuple([x is None for x in tensors])
         repeated = _repeated.get(place)
         if repeated is not None and repeated.calls:
-            call = _repeated_call(repeated.calls, tensors)
-            if call is not None:
+            call = repeated.find([x for x in tensors if x is not None])
+            if call is not None and not _places(tensors) % ALIGNMENT:
                 return None, call
         signature = _signature(tensors, *bounds, flags)
         calls = None if signature is None else _calls.get(signature[0])
@@ -195,18 +173,10 @@ def lookup(
             if len(_repeated) >= _MOST_KINDS:
                 _repeated.clear()
             repeated = _repeated[place] = Repeated()
-        repeated.note(signature, tensors, call)
+        given = [x for x in tensors if x is not None]
+        if repeated.follows_its_like(signature, given) and not _places(tensors) % ALIGNMENT:
+            repeated.add(given, call)
     return signature, call
-
-
-def _repeated_call(calls: list[tuple[TensorGuards, CacheCall]], tensors: tuple[Any, ...]) -> CacheCall | None:
-    """The call that recognises these tensors."""
-    given = [x for x in tensors if x is not None]
-    for guards, call in calls:
-        if guards.check(*given):
-            # What no check of types and sizes sees must be as it was when the call was remembered.
-            return None if _places(tensors) % ALIGNMENT or not all([x.data_ptr() for x in given]) else call
-    return None
 
 
 def _places(tensors: tuple[Any, ...]) -> int:

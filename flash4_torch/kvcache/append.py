@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DtypeError, ShapeError
+from ..fast_path import append as fast_path
 from ..ops import check, kvcache_append
 from ..ops.keywords import hides_unknown, no_argument
 from . import arguments
@@ -132,6 +133,26 @@ def append_kvcache(
     """
     if unknown:
         raise no_argument(append_kvcache, unknown)
+    tensors = fast_path.Tensors(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        q,
+        cos,
+        sin,
+        k_scale,
+        v_scale,
+        q_out,
+        slot_mapping,
+        block_table,
+        seqused_k,
+        cu_seqlens,
+        positions,
+    )
+    place, call = fast_path.lookup(tensors, interleaved)
+    if call is not None:
+        return call(tensors)
     _check_rows(k, v, k_cache, v_cache)
     sequences = _check_places(k, k_cache, slot_mapping, block_table, seqused_k, cu_seqlens)
     _check_rotary(k, slot_mapping, q, positions, cos, sin, q_out)
@@ -159,6 +180,7 @@ def append_kvcache(
         v_scale,
         q_out,
     )
+    fast_path.record(place, tensors, interleaved)
     if q is None or q_out is None:
         return None
     return kvcache_append.without_gradient("append_kvcache", q_out, (q, k, v))

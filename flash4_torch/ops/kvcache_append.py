@@ -51,9 +51,25 @@ def append_kvcache(*arguments: Any) -> None:
     else:
         with torch._C._AutoDispatchBelowAutograd():
             _append_kvcache(*arguments)
-        # Kernels write unseen: autograd has to know where a tensor that it saved has changed.
-        written = (arguments[2], arguments[3], arguments[-1])
-        increment_version([x for x in written if x is not None and not x.is_inference()])
+        note_change(arguments[2], arguments[3], arguments[-1])
+
+
+def note_change(*written: Tensor | None) -> None:
+    """Tells autograd of tensors that it may have saved: kernels write unseen."""
+    increment_version([x for x in written if x is not None and not x.is_inference()])
+
+
+def prepare(call: Append) -> append_backend.AppendLaunch:
+    """What serves calls whose tensors are like these (`append_backend.prepare`)."""
+    launch = append_backend.prepare(call)
+    if call.k.device.type != "cpu":
+        return launch
+
+    def checked(call: Append) -> None:
+        _check_values(call)
+        launch(call)
+
+    return checked
 
 
 def without_gradient(function: str, x: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:

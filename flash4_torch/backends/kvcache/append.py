@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,29 +22,60 @@ _MAX_D = 1024
 _MOST_TOKENS = (1 << 31) - 1
 
 
+AppendLaunch = Callable[[Append], None]
+"""Function that appends."""
+
+
 def append(x: Append) -> None:
     """Appends by the backend that serves the call.
 
     Raises:
         BackendError: FLASH4_BACKEND forces one that cannot.
     """
+    prepare(x)(x)
+
+
+def prepare(x: Append) -> AppendLaunch:
+    """`append`, decided for tensors of the sizes, strides, dtypes, device and remainders of addresses by 16
+    of these.
+
+    Raises:
+        BackendError: FLASH4_BACKEND forces a backend that cannot serve the call.
+    """
     if not x.k.shape[0] * x.k.shape[1]:
-        return
+        return lambda x: None
     plan = plan_of(x)
     written = _written(x, plan.rotary)
     kernels = find_kernels("append_kvcache", x.k.device, limits(x, written))
     if kernels is None:
-        reference.append(x)
-        return
+        return reference.append
     kernel = kernels.find(APPEND_KVCACHE, (_plan_on(kernels.target, plan),))
-    k, v = (copied_to_rows(rows, _STEP) for rows in (x.k, x.v))
-    q = None if x.q_out is None or x.q is None else copied_to_rows(x.q, _STEP)
-    k_cache, v_cache, q_out, cos, sin = written
-    if x.k_cache.dtype == FLOAT8 and k_cache is not None and v_cache is not None:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    where = x.slot_mapping, x.block_table, x.seqused_k, x.cu_seqlens
-    rotary = x.positions, cos, sin
-    launch_on(x.k.device, kernel, k, v, k_cache, v_cache, *where, *rotary, x.k_scale, x.v_scale, q, q_out)
+    in_place = all(a is b for a, b in zip(_as_read(x, plan.rotary), x, strict=True))
+    device, float8 = x.k.device, x.k_cache.dtype == FLOAT8
+
+    def launch(x: Append) -> None:
+        if not in_place:
+            x = _as_read(x, plan.rotary)
+        k_cache, v_cache = x.k_cache, x.v_cache
+        if float8:
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        where = x.slot_mapping, x.block_table, x.seqused_k, x.cu_seqlens
+        rotary = x.positions, x.cos, x.sin
+        q = None if x.q_out is None else x.q
+        launch_on(
+            device, kernel, x.k, x.v, k_cache, v_cache, *where, *rotary, x.k_scale, x.v_scale, q, x.q_out
+        )
+
+    return launch
+
+
+def _as_read(x: Append, rotary: RotaryPlan | None) -> Append:
+    """The same call, of tensors that the kernel reads and writes in place: views of what is written."""
+    k_cache, v_cache, q_out, cos, sin = _written(x, rotary)
+    assert k_cache is not None and v_cache is not None, "limits has nothing against them"
+    k, v, q = (None if rows is None else copied_to_rows(rows, _STEP) for rows in (x.k, x.v, x.q))
+    assert k is not None and v is not None
+    return x._replace(k=k, v=v, q=q, k_cache=k_cache, v_cache=v_cache, q_out=q_out, cos=cos, sin=sin)
 
 
 def reachable(x: Append, target: Target) -> Iterator[tuple[str, tuple[object, ...]]]:
