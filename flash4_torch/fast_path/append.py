@@ -22,7 +22,6 @@ from torch.nn import Parameter
 from ..backends import ALIGNMENT
 from ..backends.kvcache.append import AppendLaunch
 from ..ops import kvcache_append
-from ..reference.kvcache import Append
 from .conditions import must_take_slow_path
 from .repeated import Repeated
 
@@ -83,44 +82,23 @@ class AppendCall(NamedTuple):
     def __call__(self, tensors: Tensors) -> Tensor | None:
         """Appends, and returns rotated q."""
         x = tensors.with_q_out()
-        self.launch(described(x, self.interleaved))
+        self.launch(kvcache_append.describe(*arguments(x, self.interleaved)))
         kvcache_append.note_change(x.k_cache, x.v_cache, x.q_out)
         return x.q_out
 
 
-def described(x: Tensors, interleaved: bool) -> Append:
-    """The call as backends take it."""
+def arguments(x: Tensors, interleaved: bool) -> tuple[Any, ...]:
+    """What the slow path gives the operator."""
     sequences = 1 if x.seqused_k is None else x.seqused_k.shape[0]
-    k_scale, v_scale = (
-        None if s is None else s.expand(sequences, x.k.shape[-2]) for s in (x.k_scale, x.v_scale)
-    )
     slots, positions = (
         y if y is None or y.dim() == 1 else y.reshape(-1) for y in (x.slot_mapping, x.positions)
     )
-    k, v, q, q_out = x.k, x.v, x.q, x.q_out
-    if k.dim() == 3:
-        k, v = k[None], v[None]
-        in_place = q is q_out
-        q = None if q is None else q[None]
-        q_out = q if in_place else None if q_out is None else q_out[None]
-    return Append(
-        k,
-        v,
-        x.k_cache,
-        x.v_cache,
-        slots,
-        x.block_table,
-        x.seqused_k,
-        x.cu_seqlens,
-        positions,
-        x.cos,
-        x.sin,
-        interleaved,
-        k_scale,
-        v_scale,
-        q,
-        q_out,
+    k_scale, v_scale = (
+        y if y is None else y.expand(sequences, x.k.shape[-2]) for y in (x.k_scale, x.v_scale)
     )
+    where = slots, x.block_table, x.seqused_k, x.cu_seqlens
+    rotary = None if x.q is x.q_out else x.q, positions, x.cos, x.sin, interleaved
+    return x.k, x.v, x.k_cache, x.v_cache, *where, *rotary, k_scale, v_scale, x.q_out
 
 
 def lookup(tensors: Tensors, interleaved: Any) -> tuple[Place | None, AppendCall | None]:
@@ -151,7 +129,8 @@ def record(place: Place | None, tensors: Tensors, interleaved: bool) -> None:
         _repeated[place] = Repeated()
     repeated, given = _repeated[place], tensors.given()
     if repeated.follows_its_like(None, given) and tensors.are_aligned() and _is_plain(tensors, given):
-        launch = kvcache_append.prepare(described(tensors.with_q_out(), interleaved))
+        call = kvcache_append.describe(*arguments(tensors.with_q_out(), interleaved))
+        launch = kvcache_append.prepare(call)
         repeated.add(given, AppendCall(launch, interleaved))
 
 

@@ -107,7 +107,7 @@ def merge_states(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor
     return _merge_states(outs, lses)
 
 
-def _append(
+def describe(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
@@ -124,7 +124,8 @@ def _append(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     q_out: Tensor | None,
-) -> None:
+) -> Append:
+    """The call with these arguments of the operator, as backends take it."""
     if k.dim() == 3:
         k, v = k[None], v[None]
         q, q_out = (None if x is None else x[None] for x in (q, q_out))
@@ -133,7 +134,7 @@ def _append(
         seqused_k = seqused_k.new_zeros(1)
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.new_zeros(2)
         block_table = None if block_table is None else block_table.new_zeros(1, block_table.shape[1])
-    call = Append(
+    return Append(
         k=k,
         v=v,
         k_cache=k_cache,
@@ -151,7 +152,11 @@ def _append(
         q=q_out if q is None else q,
         q_out=q_out,
     )
-    if k.device.type == "cpu":
+
+
+def _append(*arguments: Any) -> None:
+    call = describe(*arguments)
+    if call.k.device.type == "cpu":
         _check_values(call)
     append_backend.append(call)
 
