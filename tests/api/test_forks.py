@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import flash4_torch
 from flash4_torch import compile, env, forks
-from flash4_torch.backends import emulator, tile_counters
+from flash4_torch.backends import constants, emulator, tile_counters
 from flash4_torch.compile import Key, jit
 from flash4_torch.emulator import build
 from flash4_torch.reference import dropout
@@ -53,6 +53,7 @@ def builds():
 CALLS = {
     "emulator": lambda: torch.equal(attend(), expected),
     "tile_counters": lambda: tile_counters._give_out((0, 0)).numel() == 1,
+    "constants": lambda: constants.even_ends(torch.device("cpu"), 1, 2).tolist() == [0, 2],
     "build": builds,
     "jit": lambda: jit.build(key, Path(tempfile.mkdtemp(dir=sys.argv[1]))).stem == key.digest,
     "function": lambda: compile.function(*key) == "loaded",
@@ -61,6 +62,7 @@ CALLS = {
 LOCKS = {
     "emulator": emulator._one_at_a_time.held,
     "tile_counters": tile_counters._giving_out.held,
+    "constants": constants._making.held,
     "build": build._one_at_a_time.held,
     "jit": jit._one_at_a_time.held,
     "dropout": dropout._masks._lock.held,
@@ -97,7 +99,7 @@ def test_a_forked_child_goes_on_without_the_threads_that_hold_locks(tmp_path: Pa
     command = [sys.executable, "-c", path + CODE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    names = ("emulator", "tile_counters", "build", "jit", "function", "dropout", "parent")
+    names = ("emulator", "tile_counters", "constants", "build", "jit", "function", "dropout", "parent")
     assert done.stdout.splitlines() == [f"{name} 0" for name in names], done.stderr
 
 
@@ -113,5 +115,5 @@ def test_there_are_no_other_locks() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("Lock", "RLock", "Condition", "Semaphore")
     }
     users = {"backends/emulator.py", "backends/tile_counters.py", "emulator/build.py", "compile/jit.py"}
-    users |= {"reference/dropout.py", "integrations/torch_flex.py", "bench/flex.py"}
+    users |= {"backends/constants.py", "reference/dropout.py", "integrations/torch_flex.py", "bench/flex.py"}
     assert found == {"forks.py", "compile/__init__.py", *users}

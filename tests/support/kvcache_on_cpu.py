@@ -16,6 +16,7 @@ from flash4_torch.backends.compiled.tensors import past_dispatcher
 from flash4_torch.backends.compiled.workspace import Need, Workspace, allocated
 from flash4_torch.backends.kvcache import append, choice, dispatch
 from flash4_torch.backends.kvcache import compiled as kernels
+from flash4_torch.fast_path import append as append_path
 from flash4_torch.fast_path import kvcache as fast_path
 from flash4_torch.kvcache_problem import CacheProblem
 from flash4_torch.ops import kvcache as ops
@@ -73,6 +74,7 @@ def gpu(target: Target) -> Iterator[Finding]:
     backend = Finding(target)
     found = choice.Kernels(target, backend._find)
     fast_path.clear()
+    append_path.clear()
     try:
         with (
             mock.patch.object(dispatch, "PRIORITY", (backend,)),
@@ -83,3 +85,4 @@ def gpu(target: Target) -> Iterator[Finding]:
             yield backend
     finally:
         fast_path.clear()
+        append_path.clear()
