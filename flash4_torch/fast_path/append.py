@@ -26,7 +26,8 @@ from .conditions import must_take_slow_path
 from .repeated import Repeated
 
 Place = tuple[Any, ...]
-"""The flag and its type, whether q is rotated in place, and which tensors there are."""
+"""Whether gradients are recorded, the flag and its type, whether q is rotated in place, and which tensors
+there are."""
 
 _MOST_PLACES = 1024
 """Places to remember; when the memory is full, it is cleared."""

@@ -36,7 +36,7 @@ Sizes = tuple[int, int, int]
 """B, max_seqlen_q and max_seqlen_k, from 1 on."""
 Signature = tuple[Kind, Sizes]
 Place = tuple[Any, ...]
-"""Bounds and flags of a call with their types, and which tensors there are."""
+"""Whether gradients are recorded, bounds and flags with their types, and which tensors there are."""
 
 _MOST_KINDS, _MOST_SIZES = 1024, 1024
 """Kinds to remember, and sizes of each; when a memory is full, it is cleared."""

@@ -30,7 +30,7 @@ class Repeated(Generic[Call]):
         self._last: tuple[Any, ...] = ()
 
     def find(self, tensors: Sequence[Tensor]) -> Call | None:
-        """The call whose tensors were like these. No guard sees addresses, except that none is null."""
+        """The call whose tensors were like these. Guards see no addresses; here none may be null."""
         for guards, call in self.calls:
             if guards.check(*tensors):
                 return call if all([x.data_ptr() for x in tensors]) else None
