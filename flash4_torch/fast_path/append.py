@@ -36,7 +36,7 @@ _repeated: dict[Place, Repeated[AppendCall]] = {}
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call of `append_kvcache`; whoever has none of a name has None."""
+    """The tensors of a call of `append_kvcache`, None in place of those that are not given."""
 
     k: Tensor
     v: Tensor
@@ -57,7 +57,7 @@ class Tensors(NamedTuple):
 
     def given(self) -> list[Tensor]:
         """Those that there are, each one once: q may be q_out."""
-        tensors = self if self.q_out is not self.q else self._replace(q_out=None)
+        tensors = self[:9] + self[10:] if self.q_out is self.q else self
         return [x for x in tensors if x is not None]
 
     def with_q_out(self) -> Tensors:
