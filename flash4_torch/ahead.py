@@ -375,10 +375,12 @@ def _of(target: Target, features: Features, group: int) -> Iterator[tuple[str, t
     """The forward's entries, each with the arguments that it is compiled for."""
     for reason in target.forward_configs.limits(features):
         _refuse(target, features, reason)
-    for config in target.forward_configs.reachable(features, group):
-        yield target.forward, (features, config)
-        if features.mask:
-            yield MASK_BLOCKS, (forward.mask_plan(features.mask, config),)
+    for own, config in forward.reachable(target, features, group):
+        yield target.forward, (own, config)
+        if own.mask:
+            yield MASK_BLOCKS, (forward.mask_plan(own.mask, config),)
+        if own.splits:
+            yield MERGE_STATES, (forward.merge_plan(features),)
 
 
 def _refuse(target: Target, features: object, reason: str) -> NoReturn:
@@ -403,7 +405,10 @@ def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tupl
     for each in {features, features._replace(right=False)}:
         yield from ((DECODE, static) for static in kvcache.common_kernels(target, each, group))
     if target.has_pages and not target.forward_configs.limits(features):
-        yield from ((target.forward, static) for static in paged.common_kernels(target, features, group))
+        for own, config in paged.common_kernels(target, features, group):
+            yield target.forward, (own, config)
+            if own.splits:
+                yield MERGE_STATES, (forward.merge_plan(own),)
 
 
 def _of_ring(

@@ -195,26 +195,31 @@ def forward(features: Features, sizes: Sizes) -> Sm90Forward:
     config = row(features, sizes).config
     ragged_k = may_end_inside(features, sizes, config.keys)
     config = config if sizes.Sq >= _QUERIES_OF_CLUSTERS else config._replace(cluster=1)
-    return _completed(features, config, ragged_k, best_pack(features, config.rows, sizes))
+    return completed(features, config, ragged_k, best_pack(features, config.rows, sizes))
 
 
 def row(features: Features, sizes: Sizes) -> Row:
     """The row that serves a call: see `forward`."""
-    Sq, Sk, keys, heads = sizes.Sq, sizes.Sk, sizes.keys, sizes.heads
-    candidates = _candidates(features, _bound(keys))
-    best, least = candidates[0], math.inf
-    for candidate in candidates:
-        pack = best_pack(features, candidate.config.rows, sizes)
-        queries, block = candidate.config.rows // pack, candidate.config.keys
-        tiles, most = -(-Sq // queries), min(Sk, keys + queries)
-        # Keys of the first and the last tile: causal ones end with their rows.
-        first, last = (Sk - Sq + queries, Sk - Sq + tiles * queries) if features.right else (most, most)
-        shortest, longest = (max(-(-min(x, most) // block), 1) * block for x in (first, last))
-        packs = None if heads is None else heads * -(-sizes.group // pack)
-        ns = Launch(tiles, packs, shortest, longest, sizes.num_sms).ns(candidate.time)
+    rows = candidates(features, _bound(sizes.keys))
+    best, least = rows[0], math.inf
+    for candidate in rows:
+        ns = launch_of(features, sizes, candidate).ns(candidate.time)
         if ns < least:
-            best, least = candidate, ns if candidate is not candidates[0] else _CLEARLY * ns
+            best, least = candidate, ns if candidate is not rows[0] else _CLEARLY * ns
     return best
+
+
+def launch_of(features: Features, sizes: Sizes, row: Row) -> Launch:
+    """The tiles of a call that a row serves."""
+    Sq, Sk, keys, heads = sizes.Sq, sizes.Sk, sizes.keys, sizes.heads
+    pack = best_pack(features, row.config.rows, sizes)
+    queries, block = row.config.rows // pack, row.config.keys
+    tiles, most = -(-Sq // queries), min(Sk, keys + queries)
+    # Keys of the first and the last tile: causal ones end with their rows.
+    first, last = (Sk - Sq + queries, Sk - Sq + tiles * queries) if features.right else (most, most)
+    shortest, longest = (max(-(-min(x, most) // block), 1) * block for x in (first, last))
+    packs = None if heads is None else heads * -(-sizes.group // pack)
+    return Launch(tiles, packs, shortest, longest, sizes.num_sms)
 
 
 def limits(features: Features) -> list[str]:
@@ -229,8 +234,8 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
     packs = possible_packs(features, group)
     ragged = [False, True] if features.right or not features.varlen else [True]
     found = {
-        _completed(features, row.config._replace(cluster=cluster), ragged_k, pack_gqa): None
-        for row in dict.fromkeys(row for bound in (*_BOUNDS, None) for row in _candidates(features, bound))
+        completed(features, row.config._replace(cluster=cluster), ragged_k, pack_gqa): None
+        for row in dict.fromkeys(row for bound in (*_BOUNDS, None) for row in candidates(features, bound))
         for cluster in sorted({1, row.config.cluster})
         for ragged_k in ragged
         for pack_gqa in packs
@@ -239,7 +244,7 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
 
 
 @lru_cache(maxsize=1024)
-def _candidates(features: Features, bound: int | None) -> tuple[Row, ...]:
+def candidates(features: Features, bound: int | None) -> tuple[Row, ...]:
     """The row for many tiles, and the first of each other number of warpgroups, for keys up to a bound."""
     rows = [row for row in TABLE if row.admits_keys(bound) and row.admits_features(features)]
     first = next(row for row in rows if not row.few)
@@ -257,7 +262,7 @@ def _bound(keys: int) -> int | None:
 _BOUNDS = sorted({row.keys for row in TABLE if row.keys is not None})
 
 
-def _completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa: int) -> Sm90Forward:
+def completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa: int) -> Sm90Forward:
     """A row's config for one call.
 
     With a left bound, a mask or bounds of rows a warpgroup may skip so many blocks that they would hold up

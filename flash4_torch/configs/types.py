@@ -102,6 +102,9 @@ class Features(NamedTuple):
     running: str = ""
     """Forward only: "" if out is the call's. Otherwise out is float32, and calls on further keys add to out
     and lse: "begin" writes them, "add" merges them with what is there."""
+    splits: bool = False
+    """Forward only: the blocks of keys of a tile are divided among splits, whose number a launch says. out is
+    float32, and out and lse have a dimension of splits before the others."""
     segments: bool = False
     """Sequences are parts of batch entries, the same of q and k. cu_seqlens counts the rows of all entries,
     one after another."""
@@ -141,6 +144,12 @@ class Features(NamedTuple):
     def float_mask(self) -> bool:
         """Whether the mask is floating: it adds numbers to scores."""
         return self.mask not in ("", "bool")
+
+    @property
+    def may_be_split(self) -> bool:
+        """Whether a tile's keys can be divided among splits."""
+        whole = self.running or self.dropout or self.segments or self.splits
+        return not (whole or self.lists_blocks or any(self.mods))
 
     @property
     def row_stats(self) -> int:

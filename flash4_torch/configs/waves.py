@@ -48,6 +48,14 @@ class Launch(NamedTuple):
                 longest = max(longest, n * (keys * per_key + besides))
         return longest
 
+    def split(self, number: int, block: int) -> Launch:
+        """The same launch with the keys of every tile divided among splits, by whole blocks."""
+        shortest, longest = (
+            -(-max(keys // block, 1) // number) * block for keys in (self.shortest, self.longest)
+        )
+        heads = None if self.heads is None else self.heads * number
+        return self._replace(heads=heads, shortest=shortest, longest=longest)
+
     def _length(self, step: int) -> int:
         """The keys of a head's tile, by the number of longer ones."""
         if self.tiles_per_head == 1:

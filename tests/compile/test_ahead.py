@@ -32,6 +32,7 @@ from flash4_torch.backends.compiled import (
     DECODE,
     MASK_BLOCKS,
     MASK_TRANSPOSE,
+    MERGE_STATES,
     POSTPROCESS,
     PREPROCESS,
     SM80_FAMILY,
@@ -128,7 +129,7 @@ def test_so_does_its_backward(target: Target, dtype: str, words: str, Sq: int, S
             plan = backward.mask_plan(features.mask, config)
             wanted |= {(entry, (plan,)) for entry in (MASK_BLOCKS, MASK_TRANSPOSE)[: 2 - plan.column_major]}
     assert {Key(*kernel, target.arch) for kernel in wanted} <= set(prepared)
-    assert {key.entry for key in without} <= {target.forward, MASK_BLOCKS}
+    assert {key.entry for key in without} <= {target.forward, MASK_BLOCKS, MERGE_STATES}
 
 
 CALLS: dict[str, dict[str, Any]] = {

@@ -204,6 +204,7 @@ def test_only_what_a_call_uses_is_compiled_in(kwargs: dict[str, Any], expected: 
         "tf32",
         "dropout_of_part",
         "segments",
+        "splits",
     )
     bare = dict.fromkeys(switches, False)
     assert features._asdict() == {

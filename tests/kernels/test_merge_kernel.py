@@ -26,6 +26,8 @@ PLANS = (
     MergePlan("float16", 8, 3),
     MergePlan("bfloat16", 256, 1),
     MergePlan("float32", 512, 2),
+    MergePlan("float32", 72, 1, "bfloat16", lanes=4),
+    MergePlan("float32", 128, 1, "float16", varlen=True, lanes=4),
 )
 
 
@@ -38,14 +40,21 @@ def compiled(arch: str, plan: MergePlan) -> Any:
 
 
 def run(
-    arch: str, plan: MergePlan, outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], **schedule: Any
+    arch: str,
+    plan: MergePlan,
+    outs: tuple[Tensor, ...],
+    lses: tuple[Tensor, ...],
+    sequences: tuple[Tensor, int, int] | None = None,
+    **schedule: Any,
 ) -> tuple[Tensor, Tensor]:
     """A launch into memory full of NaN; raises for whatever the emulator finds wrong."""
-    _, B, Sq, Hq, Dv = outs[0].shape
-    out, lse = torch.full((B, Sq, Hq, Dv), math.nan, dtype=outs[0].dtype), torch.full((B, Hq, Sq), math.nan)
-    touched = [x for x in (*outs, *lses, out, lse) if x.numel()]
+    _, *rows, Dv = outs[0].shape
+    dtype = getattr(torch, plan.out_dtype or plan.dtype)
+    out, lse = torch.full((*rows, Dv), math.nan, dtype=dtype), torch.full(lses[0].shape[1:], math.nan)
+    ends = [] if sequences is None else [sequences[0]]
+    touched = [x for x in (*outs, *lses, out, lse, *ends) if x.numel()]
     with emulate.device(arch, **schedule) as device, device.touching(*touched):
-        compiled(arch, plan)(outs, lses, out, lse)
+        compiled(arch, plan)(outs, lses, out, lse, sequences)
     return out, lse
 
 
@@ -75,16 +84,23 @@ def parts(draw: st.DrawFn, plan: MergePlan) -> tuple[tuple[Tensor, ...], tuple[T
 @settings(max_examples=examples(6, 30))
 def test_results_are_those_over_all_keys(arch: str, plan: MergePlan, data: st.DataObject) -> None:
     outs, lses = parts(data.draw, plan)
-    out, lse = run(arch, plan, outs, lses, schedule="late")
+    sequences = None
+    if plan.varlen:
+        # Rows of a batch of one are those of two sequences.
+        outs, lses = tuple(x[:, 0] for x in outs), tuple(x[:, 0] for x in lses)
+        rows = outs[0].shape[1]
+        middle = data.draw(st.integers(0, rows))
+        sequences = torch.tensor([0, middle, rows], dtype=torch.int32), max(middle, rows - middle), 0
+    out, lse = run(arch, plan, outs, lses, sequences, schedule="late")
     exact_lse = torch.cat(lses).double().logsumexp(0)
     weights = (torch.cat(lses).double() - exact_lse.where(exact_lse.isfinite(), 0.0)).exp()
-    weights = weights.transpose(2, 3)[..., None]
+    weights = weights.transpose(-2, -1)[..., None]
     terms = weights * torch.cat(outs).double().where(weights != 0.0, 0.0)
     exact, size = terms.sum(0), terms.abs().sum(0)
     error = torch.finfo(out.dtype).eps / 2 * exact.abs() * 1.0001 + 4e-6 * size + 1e-7
     assert ((out.double() - exact).abs() <= error).all()
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)
-    again = run(arch, plan, outs, lses, schedule="fuzz", seed=data.draw(st.integers(0, 9)))
+    again = run(arch, plan, outs, lses, sequences, schedule="fuzz", seed=data.draw(st.integers(0, 9)))
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
@@ -97,3 +113,16 @@ def test_one_part_with_keys_is_the_result(arch: str) -> None:
     lses[3] = 7 * torch.randn(1, 2, 3)
     out, lse = run(arch, plan, (outs[:2], outs[2:]), (lses[:2], lses[2:]))
     assert torch.equal(out, outs[3]) and torch.equal(lse, lses[3])
+
+
+@pytest.mark.parametrize("arch", one_of(4, ARCHS))
+def test_rows_of_short_sequences_and_of_none_are_left_alone(arch: str) -> None:
+    plan = PLANS[-1]
+    outs, lses = torch.randn(3, 12, 2, plan.Dv), torch.randn(3, 2, 12)
+    sequences = torch.tensor([1, 3, 3, 10], dtype=torch.int32), 7, 3
+    out, lse = run(arch, plan, (outs,), (lses,), sequences)
+    whole = torch.tensor([0, 12], dtype=torch.int32), 12, 0
+    every_out, every_lse = run(arch, plan, (outs,), (lses,), whole)
+    assert torch.equal(out[3:10], every_out[3:10]) and torch.equal(lse[:, 3:10], every_lse[:, 3:10])
+    for others in (slice(0, 3), slice(10, 12)):
+        assert out[others].isnan().all() and lse[:, others].isnan().all()

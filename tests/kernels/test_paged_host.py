@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everything import examples
-from flash4_torch.backends.compiled import SM90A, TARGETS, Target, forward, paged
+from flash4_torch.backends.compiled import MERGE_STATES, SM90A, TARGETS, Target, forward, paged
 from flash4_torch.backends.compiled.paged import PagedProblem
+from flash4_torch.backends.compiled.workspace import Need, Workspace
 from flash4_torch.configs import sm90
 from flash4_torch.configs.sizes import Sizes
 from flash4_torch.configs.types import widest_box
@@ -21,7 +22,7 @@ from flash4_torch.ops.kvcache import describe
 from flash4_torch.problem import CallOptions
 from flash4_torch.testing import emulate
 from kernel_calls import Results, check_results, drawn
-from kernel_runs import compiled
+from kernel_runs import compiled, compiled_merge
 from paged_calls import PagedCall, in_pages
 from test_configs import features
 
@@ -91,12 +92,15 @@ def test_every_page_has_a_kernel(
     assert not paged.limits(target, problem)
     asked: list[Any] = []
     kernel = paged.decide(target, problem, 132, lambda entry, static: asked.append((entry, *static)))
-    ((entry, found, config),) = asked
+    (entry, found, config), *merge = asked
     assert entry == target.forward and config == kernel.config
     assert page_size % found.page_box == config.keys % found.page_box == 0
-    assert found._replace(page_box=0) == forward.features_of(problem.problem)
-    widest = found._replace(page_box=widest_box(page_size))
-    assert config in target.forward_configs.reachable(widest, problem.problem.spec.group)
+    own = forward.features_of(problem.problem)
+    assert found._replace(page_box=0, splits=False) == own
+    assert merge == [(MERGE_STATES, forward.merge_plan(own))] * found.splits
+    widest = found._replace(page_box=widest_box(page_size), splits=False)
+    every = forward.reachable(target, widest, problem.problem.spec.group)
+    assert (widest._replace(splits=found.splits), config) in every
     assert kernel.params.max_seqlen == lengths[0]
 
 
@@ -157,6 +161,17 @@ def unchanged(params: Any) -> Any:
     return params
 
 
+def new_tensors(needs: tuple[Need, ...]) -> Workspace:
+    """Memory full of NaN, of 32 bits, each time."""
+    return lambda: tuple(torch.full(shape, math.nan, dtype=dtype) for shape, dtype in needs)
+
+
+def _found(entry: str, static: tuple[Any, ...]) -> Any:
+    if entry == MERGE_STATES:
+        return compiled_merge(*static, "")
+    return compiled(*static)
+
+
 def launch(
     target: Target, given: PagedCall, options: CallOptions, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
@@ -166,11 +181,11 @@ def launch(
         call.q, given.k, given.v, given.table, call.sinks, options, max_seqlen_q=max(call.lengths[0])
     )
     assert not paged.limits(target, problem)
-    kernel = paged.decide(target, problem, 2, lambda entry, static: compiled(*static))
+    kernel = paged.decide(target, problem, 2, _found)
     ends = torch.tensor([0, *torch.tensor(call.lengths[0]).cumsum(0)])
     rest = given.table.long(), ends, given.seqused_k.long(), call.sinks, out, lse
     counter = torch.zeros(1, dtype=torch.int32)
-    paged.sequence(kernel, unchanged)(call.q, given.k, given.v, *rest, counter)
+    paged.sequence(kernel, unchanged, new_tensors)(call.q, given.k, given.v, *rest, counter)
     assert counter.item() == 0
 
 
@@ -198,6 +213,8 @@ def test_a_cache_without_pages_has_no_keys(missing: str, sinks: torch.Tensor | N
     out, lse = half(6, 4, 64).fill_(math.nan), torch.full((4, 6), math.nan)
     k, table = half(pages, 16, 2, 64), torch.zeros(2, blocks, dtype=torch.int32)
     lengths = torch.tensor([0, 2, 6]), torch.zeros(2)
-    paged.sequence(kernel, unchanged)(half(6, 4, 64), k, k, table, *lengths, sinks, out, lse, torch.zeros(1))
+    paged.sequence(kernel, unchanged, new_tensors)(
+        half(6, 4, 64), k, k, table, *lengths, sinks, out, lse, torch.zeros(1)
+    )
     assert (out == 0).all()
     assert torch.equal(lse, torch.full((4, 6), -math.inf) if sinks is None else sinks[:, None].expand(4, 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 
@@ -14,7 +15,7 @@ from everything import examples, one_of
 from flash4_torch import testing
 from flash4_torch.configs.types import Sm90Forward
 from flash4_torch.testing import emulate
-from kernel_calls import drawn
+from kernel_calls import check_results, drawn
 from kernel_calls import static as static_of
 from kernel_runs import (
     blind_rows_are_zero,
@@ -94,10 +95,18 @@ STATICS = {
     "varlen, everything": static(
         128, 64, (2, 80, 2, 2), varlen=True, softcap=True, scaled=True, dropout=True, **WINDOW
     ),
+    "splits": static(64, 64, (1, 128, 4, 2), "float16", splits=True, next_tile=True, k_ahead=True, **CAUSAL),
+    "splits, packed": static(96, 80, (2, 48, 2, 2), splits=True, pingpong=True, pack_gqa=4, **WINDOW),
+    "splits, varlen, sinks": static(
+        128, 128, (2, 80, 2, 2), splits=True, varlen=True, k_ahead=True, sinks="float32", **CAUSAL
+    ),
+    "splits, O over Q": static(
+        192, 192, (2, 64, 2, 1), splits=True, k_ahead=True, o_over_q=True, softcap=True, scaled=True
+    ),
     "varlen, O over Q": static(192, 192, (2, 80, 2, 1), varlen=True, o_over_q=True, k_ahead=True, **CAUSAL),
 }
 STATICS |= SM90.covering(STATICS.values())
-FEW = few(STATICS, "half", "turns, half", "pair", "varlen")
+FEW = few(STATICS, "half", "turns, half", "pair", "varlen", "splits, varlen, sinks")
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -136,6 +145,18 @@ def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
 @pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
 def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
     sequences_are_alone(STATICS[name], poison)
+
+
+@pytest.mark.parametrize("name", of_few(FEW, ["splits", "splits, packed", "splits, varlen, sinks"]))
+def test_splits_without_blocks_have_nothing(name: str) -> None:
+    """Three blocks make the same bits in three splits and in more, whatever the schedule."""
+    kernel = STATICS[name]
+    call = drawn(kernel, lengths=((150,), (3 * kernel[1].keys,)), splits=3, left=9999)
+    found = run(kernel, call)
+    check_results(kernel, call, found)
+    for splits, schedule in ((4, "late"), (17, "fuzz")):
+        more = run(kernel, dataclasses.replace(call, splits=splits), schedule=schedule)
+        assert torch.equal(more.out, found.out) and torch.equal(more.lse, found.lse)
 
 
 def test_a_wrong_launch_is_found() -> None:

@@ -20,6 +20,7 @@ from flash4_torch.backends import constants
 from flash4_torch.backends.compiled import TARGETS, Target
 from flash4_torch.errors import ArgumentError, NoGradientError
 from flash4_torch.fast_path import kvcache as fast_path
+from flash4_torch.kernels.common.kvcache import MergePlan
 from flash4_torch.kvcache import steps
 from flash4_torch.kvcache.attend import coarse_bound
 from flash4_torch.kvcache_problem import CacheExtent, CacheInputs
@@ -185,7 +186,8 @@ def test_a_step_of_new_sizes_launches_what_the_slow_path_does(
             assert all(map(same, fast, slow)) and len(own) == len(backend.launches)
             for a, b in zip(own, backend.launches, strict=True):
                 assert a[:2] == b[:2] and same(a.args[:-1], b.args[:-1])
-                assert [*a.args[-1]] == [*b.args[-1]]
+                # Prepared parameters are converted; those of a merge are the rows of sequences.
+                assert same(*(tuple(launch.args[-1]) for launch in (a, b)))
 
 
 def test_a_call_like_the_last_one_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,4 +326,4 @@ def test_a_step_appends_and_merges_with_prepared_kernels() -> None:
                 assert [(key.entry, key.static) for key in known] == backend.found
     parts = torch.zeros(1, 1, 4, 8, 64, dtype=torch.bfloat16)
     (merge,) = ahead.kernels_of_steps([(parts, parts)], TARGETS["sm_90a"], NUM_SMS)
-    assert merge.static[0] == ("bfloat16", 64, 2)
+    assert merge.static[0] == MergePlan("bfloat16", 64, 2)

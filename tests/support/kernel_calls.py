@@ -63,6 +63,8 @@ class Call:
     p: float = 0.0
     rng_state: Tensor | None = None
     sinks: Tensor | None = None
+    splits: int = 1
+    """Splits of every tile's keys, for kernels that have them."""
     order: tuple[bool, bool] = (False, False)
     """Whether q, k, v and their gradients, and out and dout, come as (B, H, S, D) if they are dense."""
 
@@ -79,6 +81,7 @@ class Call:
             "run_length",
             "num_sms",
             "p",
+            "splits",
             "order",
         )
         return f"Call({shapes} { {name: getattr(self, name) for name in names} })"
@@ -126,6 +129,7 @@ def calls(draw: st.DrawFn, features: Features, *, whole: int = 1, packed: bool =
         p=draw(st.sampled_from([0.1, 0.5, 0.8])) if features.dropout else 0.0,
         rng_state=torch.tensor([draw(st.integers(0, 1 << 40)), draw(st.integers(0, 99))]),
         sinks=draw(sinks(features, Hq)),
+        splits=draw(st.integers(1, 6)) if features.splits else 1,
     )
 
 

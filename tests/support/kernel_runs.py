@@ -35,6 +35,7 @@ from flash4_torch.configs.types import (
 from flash4_torch.emulator.host import Launch
 from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
 from flash4_torch.kernels.common.bwd.row_blocks import PreprocessPlan
+from flash4_torch.kernels.common.kvcache import MergePlan
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.reference.dropout import thresholds
 from flash4_torch.testing import emulate
@@ -89,6 +90,14 @@ def compiled_preprocess(plan: PreprocessPlan) -> Any:
 
 
 @functools.cache
+def compiled_merge(plan: MergePlan, arch: str) -> Any:
+    from flash4_torch.kernels.aux_kernels.merge_states import compile_merge
+
+    with jit.quiet():
+        return compile_merge(plan)
+
+
+@functools.cache
 def compiled_tables(plan: MaskPlan) -> Any:
     from flash4_torch.kernels.aux_kernels.mask_blocks import compile_mask_blocks
 
@@ -135,9 +144,29 @@ def run(kernel: Kernel, call: Call, where: Where | None = None, **schedule: Any)
     low = torch.full_like(lse, math.nan) if features.float_mask else None
     tensors = (*_ordered(call.order[0], q, call.k, call.v), *_ordered(call.order[1], out), lse, low)
     where = where or emulated(kernel, call, **schedule)
+    if features.splits:
+        parts = Results(*(torch.full((call.splits, *x.shape), math.nan) for x in (out, lse)))
+        tensors = (*tensors[:3], *parts, None)
     _launch(kernel, call, tensors, (), mask, plan, (), max(call.lengths[0]), where, (call.sinks,))
     assert low is None or not low.isnan().any()
+    if features.splits:
+        arch = schedule.pop("arch", "") or arch_of(kernel)
+        with emulate.device(arch, num_sms=call.num_sms, **schedule) as device:
+            _merge(device, features, call, parts, Results(*_ordered(call.order[1], out), lse))
     return Results(out, lse)
+
+
+def _merge(device: emulate.Device, features: Features, call: Call, parts: Results, results: Results) -> None:
+    """Merge the results of splits; out and its parts come as (B, S, H, D) or packed."""
+    sequences = None
+    if features.varlen:
+        ends = torch.tensor([0, *torch.tensor(call.lengths[0]).cumsum(0)], dtype=torch.int32)
+        sequences = ends, max(call.lengths[0]), 0
+    out = results.out.transpose(1, 2) if call.order[1] and results.out.dim() == 4 else results.out
+    plan = MergePlan("float32", features.Dv, 1, features.dtype, features.varlen, lanes=4)
+    touched = (*parts, out, results.lse, *([] if sequences is None else sequences[:1]))
+    with device.touching(*touched):
+        compiled_merge(plan, device.arch)((parts.out,), (parts.lse,), out, results.lse, sequences)
 
 
 def run_backward(

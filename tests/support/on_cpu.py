@@ -5,6 +5,7 @@ They assert what the host promises to kernels, and compute from their arguments 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise, starmap
@@ -21,15 +22,18 @@ from flash4_torch.backends import dispatch
 from flash4_torch.backends.compiled import (
     MASK_BLOCKS,
     MASK_TRANSPOSE,
+    MERGE_STATES,
     SM90A,
     Compiled,
     Target,
     backend,
     forward,
 )
+from flash4_torch.backends.compiled.params import dtype_name
 from flash4_torch.backends.compiled.targets import WEIGHTS, ForwardConfig
 from flash4_torch.backends.tiled import Tiled
 from flash4_torch.configs.types import Features
+from flash4_torch.kernels.common.kvcache import MergePlan
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.masks import Band
 from flash4_torch.problem import Problem
@@ -100,6 +104,8 @@ def gpu(target: Target = SM90A) -> Iterator[Machine]:
         assert arch == target.arch
         if entry == WEIGHTS:
             return lambda *args: _weights(*static, *args)
+        if entry == MERGE_STATES:
+            return lambda *args: _merge(*static, *args)
         if entry != target.forward:
             return on_cpu_backward.stand_in(target, machine.backwards, entry, static)
         return lambda *args: _forward(machine, *static, *args)
@@ -129,7 +135,14 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
     *qkv, out, lse, low, counter, ends_q, ends_k, mask_args, rng_state, sinks, params = args
     *_, drop_byte, drop_fraction, keep_scale, _, heads_first, out_heads_first = params
     q, k, v = on_cpu_backward.in_order(heads_first, *qkv)
-    (out,) = on_cpu_backward.in_order(out_heads_first, out)
+    if features.splits:
+        # The last split has all keys. The others have none, and nobody reads what they hold.
+        parts, part_lses = out, lse
+        parts.fill_(math.nan), part_lses.fill_(-math.inf)
+        out, lse = parts[-1], part_lses[-1]
+        assert len(parts) > 1 and parts.is_contiguous() and part_lses.is_contiguous()
+    else:
+        (out,) = on_cpu_backward.in_order(out_heads_first, out)
     args = q, k, v, out, lse, low, counter, ends_q, ends_k, mask_args, rng_state, sinks, params
     machine.launches.append(Launch(features, config, args))
     _check(features, config, *args)
@@ -158,6 +171,21 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
             for result, exact in zip((out, own_lse, low), results, strict=True):
                 if result is not None:
                     result.copy_(exact)
+
+
+def _merge(plan: MergePlan, *args: Any) -> None:
+    (parts,), (lses,), out, lse, sequences = args
+    rows = [slice(None)]
+    if plan.varlen:
+        ends, longest, least = sequences
+        rows = [slice(*pair) for pair in pairwise(ends.tolist())]
+        assert all(x.stop - x.start <= longest for x in rows)
+        rows = [x for x in rows if x.stop - x.start >= least]
+        parts, lses, out, lse = parts[:, None], lses[:, None], out[None], lse[None]
+    assert plan == MergePlan("float32", out.shape[-1], 1, dtype_name(out.dtype), plan.varlen, plan.lanes)
+    merged, merged_lse = kvcache.merge([parts], [lses])
+    for x in rows:
+        out[:, x], lse[..., x] = merged[:, x].to(out.dtype), merged_lse[..., x]
 
 
 def _weights(features: Features, average_heads: bool, has_tma: bool, *args: Any) -> None:
@@ -212,7 +240,7 @@ def _check(
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (D, D, Dv) and D % 8 == Dv % 8 == 0
     *batch, Sq, Hq, _ = q.shape
     assert out.shape == (*batch, Sq, Hq, Dv) and out.data_ptr() % 16 == 0
-    assert str(out.dtype) == f"torch.{'float32' if features.running else features.dtype}"
+    assert str(out.dtype) == f"torch.{'float32' if features.running or features.splits else features.dtype}"
     assert lse.is_contiguous() and lse.dtype == torch.float32
     if features.running:
         assert out.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in out.stride()[:-1])

@@ -15,6 +15,7 @@ from .targets import BackwardConfig, ForwardConfig, Target
 def explain(target: Target, problem: Problem, num_sms: int) -> list[str]:
     """One line each; nothing is compiled."""
     config: BackwardConfig | ForwardConfig
+    splits = ""
     if problem.spec.weights:
         own = weights.features_of_weights(forward.features_of(problem))
         return [in_words(own), f"tiles of {QUERIES} queries by {KEYS} keys"]
@@ -24,9 +25,12 @@ def explain(target: Target, problem: Problem, num_sms: int) -> list[str]:
         row, entry = backward.row_of(target, problem, num_sms), target.backward
         params = backward.params_of(target, problem, chosen, num_sms)
     else:
-        config = tiles = forward.config_of(target, problem, num_sms)
-        features = forward.features_of(problem)
-        row, entry = forward.row_of(target, problem, num_sms), target.forward
+        features, entry = forward.features_of(problem), target.forward
+        split = forward.split_of(target, problem, num_sms, features)
+        config = tiles = forward.config_of(target, problem, num_sms) if split is None else split.config
+        row = forward.row_of(target, problem, num_sms)
+        if split is not None:
+            features, row, splits = features._replace(splits=True), split.row, f", {split.number} splits"
         params = forward.params_of(target, problem, tiles, num_sms)
     launch = f"heads_per_section={params.heads_per_section}, run_length={params.run_length}, {num_sms} SMs"
     return [
@@ -34,7 +38,7 @@ def explain(target: Target, problem: Problem, num_sms: int) -> list[str]:
         f"{in_words(features)}",
         f"{in_words(config)}: {config.shared_memory(features)} bytes of shared memory",
         *_plan(entry, features, config),
-        f"launch: {launch}",
+        f"launch: {launch}{splits}",
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,13 +13,15 @@ from ... import compile
 from ...configs.sections import Section, heads_that_fit
 from ...configs.sizes import Sizes
 from ...configs.types import LARGE_SOFTCAP, Features, Mods
+from ...kernels.common.kvcache import MergePlan
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Inputs, Problem, Spec, has_float_mask
 from ..base import Results
 from .masks import Read
 from .params import LaunchParams, dtype_name, launch_params, mask_dtype
-from .targets import Find, ForwardConfig, Row, Target
+from .targets import MERGE_STATES, Find, ForwardConfig, Row, Split, Target
 from .tensors import Allocator, lengths, padded
+from .workspace import Need, allocated
 
 _LONG = 8192
 """Keys beyond which tiles of two KV heads are interleaved even without a bound to the right."""
@@ -27,7 +29,17 @@ _MOST_IN_SECTION = 32
 """Packs of heads in a section, before sections are made even."""
 _TILES_EACH = 4
 """Tiles in a section for each SM, at least."""
+_LANES = 4
+"""Threads that divide the splits of a vector of O: latency of loads is what merging takes."""
 _NO_MODS = Mods()
+
+
+class Splits(NamedTuple):
+    """Splits of every tile's keys."""
+
+    number: int
+    merge: compile.Function
+    """The kernel that merges their results."""
 
 
 class Kernel(NamedTuple):
@@ -36,6 +48,7 @@ class Kernel(NamedTuple):
     function: compile.Function
     config: ForwardConfig
     params: LaunchParams
+    splits: Splits | None = None
 
 
 class Shapes(NamedTuple):
@@ -46,9 +59,50 @@ class Shapes(NamedTuple):
 
 
 def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernel:
-    features, config = features_of(problem), config_of(target, problem, num_sms)
-    function = find(target.forward, (features, config))
-    return Kernel(function, config, params_of(target, problem, config, num_sms))
+    features = features_of(problem)
+    split = split_of(target, problem, num_sms, features)
+    if split is None:
+        config = config_of(target, problem, num_sms)
+        function = find(target.forward, (features, config))
+        return Kernel(function, config, params_of(target, problem, config, num_sms))
+    return with_splits(target, problem, split, features, num_sms, find)
+
+
+def split_of(target: Target, problem: Problem, num_sms: int, features: Features) -> Split | None:
+    """How to divide the keys of the problem's tiles, where that is faster."""
+    configs = target.split_configs
+    return None if configs is None else configs.split(features, sizes_of(problem, num_sms))
+
+
+def reachable(
+    target: Target, features: Features, group: int | None = None
+) -> Iterator[tuple[Features, ForwardConfig]]:
+    """Every kernel that serves such calls of some sizes, with the keys split or not."""
+    yield from ((features, config) for config in target.forward_configs.reachable(features, group))
+    if target.split_configs is not None:
+        own = features._replace(splits=True)
+        yield from ((own, config) for config in target.split_configs.reachable(features, group))
+
+
+def with_splits(
+    target: Target, problem: Problem, split: Split, features: Features, num_sms: int, find: Find
+) -> Kernel:
+    """The kernels of a problem whose keys are split."""
+    config = split.config
+    function = find(target.forward, (features._replace(splits=True), config))
+    splits = Splits(split.number, find(MERGE_STATES, (merge_plan(features),)))
+    return Kernel(function, config, params_of(target, problem, config, num_sms), splits)
+
+
+def merge_plan(features: Features) -> MergePlan:
+    """What merges the results of splits."""
+    return MergePlan("float32", features.Dv, 1, features.dtype, features.varlen, lanes=_LANES)
+
+
+def needs_of(splits: Splits, shapes: Shapes) -> tuple[Need, Need]:
+    """Memory for out and lse of all splits."""
+    out, lse = ((splits.number, *shape) for shape in shapes)
+    return (out, torch.float32), (lse, torch.float32)
 
 
 Sequence = Callable[[Inputs, Tensor], Results]
@@ -62,13 +116,19 @@ def sequence(
 
     `params` is what the kernel takes for `kernel.params`: that, or what it was converted to before.
     """
-    function = kernel.function
+    function, splits = kernel.function, kernel.splits
     new_out, new_lse = allocator(shapes.out, dtype), allocator(shapes.lse, torch.float32)
+    new_parts = None if splits is None else allocated(needs_of(splits, shapes), allocator)
 
     def launch(x: Inputs, tile_counter: Tensor) -> Results:
         low = new_lse() if has_float_mask(x.attn_mask) else None
         results = Results(new_out(), new_lse(), low)
-        run(function, x, results, tile_counter, read_mask(x.attn_mask), params)
+        written = results if new_parts is None else Results(*new_parts())
+        run(function, x, written, tile_counter, read_mask(x.attn_mask), params)
+        if splits is not None:
+            ends = x.cu_seqlens_q
+            sequences = None if ends is None else (lengths(ends), kernel.params.max_seqlen, 0)
+            splits.merge((written.out,), (written.lse,), results.out, results.lse, sequences)
         return results
 
     return launch

@@ -2,7 +2,7 @@
 
     problem = problem_of(cache_problem)
     if not limits(target, problem):
-        launch = sequence(decide(target, problem, num_sms, target.find), lambda params: params)
+        launch = sequence(decide(target, problem, num_sms, target.find), lambda params: params, workspace)
         launch(q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, sinks, out, lse, tile_counter)
 
 The tensors: q (T, Hq, D) packed; k_cache (pages, page_size, Hk, D) and v_cache (pages, page_size, Hk, Dv), in
@@ -33,13 +33,16 @@ from ...problem import Extent, Problem, Spec
 from . import forward
 from .forward import Kernel
 from .params import FARTHEST, LaunchParams
-from .targets import Find, ForwardConfig, Target
+from .targets import MERGE_STATES, Find, ForwardConfig, Target
 from .tensors import lengths
+from .workspace import Need, Workspace
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _STEP = 16
 """Page sizes are multiples of it: keys of the smallest box."""
 _MOST_TILES = (1 << 31) - 1
+_MOST_TOKENS_KNOWN = 256
+"""Numbers of tokens for which a launch knows its workspace."""
 
 
 class PagedProblem(NamedTuple):
@@ -120,8 +123,11 @@ def decide(target: Target, paged: PagedProblem, num_sms: int, find: Find) -> Ker
     """The kernel that serves a problem without `limits`, and its parameters."""
     features = forward.features_of(paged.problem)
     asked = features._replace(page_box=widest_box(paged.page_size))
-    config = forward.config_of(target, paged.problem, num_sms, asked)
+    split = forward.split_of(target, paged.problem, num_sms, asked)
+    config = forward.config_of(target, paged.problem, num_sms, asked) if split is None else split.config
     features = features._replace(page_box=widest_box(paged.page_size, config.keys))
+    if split is not None:
+        return forward.with_splits(target, paged.problem, split, features, num_sms, find)
     params = forward.params_of(target, paged.problem, config, num_sms)
     return Kernel(find(target.forward, (features, config)), config, params)
 
@@ -132,13 +138,13 @@ def common_kernels(
     """What the forward kernels are compiled for where pages have 16, 64 or 256 keys, or there are none."""
     for page_size in (16, 64, 256):
         asked = features._replace(varlen=True, page_box=widest_box(page_size))
-        for config in target.forward_configs.reachable(asked, group):
-            yield asked._replace(page_box=widest_box(page_size, config.keys)), config
+        for own, config in forward.reachable(target, asked, group):
+            yield own._replace(page_box=widest_box(page_size, config.keys)), config
 
 
-def reachable(target: Target, paged: PagedProblem, queries: int) -> Iterator[tuple[Features, ForwardConfig]]:
-    """What every kernel is compiled for that `decide` finds for problems like this one with sizes up to its
-    own, and at least `queries` in the longest sequence; and some more.
+def reachable(target: Target, paged: PagedProblem, queries: int) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """Entries, and what every kernel is compiled for that `decide` finds for problems like this one with
+    sizes up to its own, and at least `queries` in the longest sequence; and some more.
     """
     problem, page_size = paged.problem, paged.page_size
     (left, right), (_, Sq, Sk, *_), group = problem.band, problem.extent, problem.spec.group
@@ -149,30 +155,41 @@ def reachable(target: Target, paged: PagedProblem, queries: int) -> Iterator[tup
         sizes = problem.extent._replace(Sq=size_q, Sk=size_k)
         asked = forward.features_of(problem._replace(extent=sizes))._replace(page_box=widest_box(page_size))
         ragged_k = not (right is not None and right <= 0 and asked.right)
-        for config in target.forward_configs.reachable(asked, group):
+        for own, config in forward.reachable(target, asked, group):
             rows, pack = config.queries * config.pack_gqa, config.pack_gqa
             packs = {1, *(best_pack(asked, rows, Sizes(n, size_k, group)) for n in range(queries, rows))}
-            if config.ragged_k == ragged_k and pack in packs:
-                found[asked._replace(page_box=widest_box(page_size, config.keys)), config] = None
-    return iter(found)
+            if (own.splits or config.ragged_k == ragged_k) and pack in packs:
+                found[own._replace(page_box=widest_box(page_size, config.keys)), config] = None
+    yield from ((target.forward, static) for static in found)
+    for plan in {forward.merge_plan(own): None for own, _ in found if own.splits}:
+        yield MERGE_STATES, (plan,)
 
 
+FindWorkspace = Callable[[tuple[Need, ...]], Workspace]
+"""What finds tensors that nobody reads after a launch, by their shapes and dtypes."""
 Sequence = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], None
 ]
 """Function of the tensors above, out (T, Hq, Dv), lse (Hq, T) and tile_counter, which launches the kernel."""
 
 
-def sequence(kernel: Kernel, convert: Callable[[LaunchParams], Any], min_seqlen_q: int = 0) -> Sequence:
+def sequence(
+    kernel: Kernel, convert: Callable[[LaunchParams], Any], workspace: FindWorkspace, min_seqlen_q: int = 0
+) -> Sequence:
     """The launch, with everything decided but the tensors, of which q and out are readable.
 
-    convert: makes of parameters what the kernel is given. min_seqlen_q: sequences with fewer queries are left
-    alone.
+    convert: makes of parameters what the kernel is given. workspace: finds memory for results of splits.
+    min_seqlen_q: sequences with fewer queries are left alone.
 
     It writes out, of q's dtype, and lse, float32, contiguous, natural logarithm. Rows of no sequence are left
     alone. tile_counter: int32 (1,), which is 0 before and after.
     """
-    function, params = kernel.function, convert(kernel.params)
+    function, params, splits = kernel.function, convert(kernel.params), kernel.splits
+
+    @lru_cache(_MOST_TOKENS_KNOWN)
+    def parts_of(T: int, Hq: int, Dv: int) -> Workspace:
+        assert splits is not None
+        return workspace(forward.needs_of(splits, forward.Shapes((T, Hq, Dv), (Hq, T))))
 
     def launch(
         q: Tensor,
@@ -196,20 +213,24 @@ def sequence(kernel: Kernel, convert: Callable[[LaunchParams], Any], min_seqlen_
             return
         if block_table.dtype != torch.int32:
             block_table = block_table.to(torch.int32)
+        ends = lengths(cu_seqlens_q)
+        parts, part_lses = (out, lse) if splits is None else parts_of(*out.shape)()
         function(
             q,
             k_cache,
             v_cache,
-            out,
-            lse,
+            parts,
+            part_lses,
             None,
             tile_counter,
-            lengths(cu_seqlens_q),
+            ends,
             (block_table, lengths(seqused_k), min_seqlen_q),
             None,
             None,
             None if sinks is None else sinks.contiguous(),
             params,
         )
+        if splits is not None:
+            splits.merge((parts,), (part_lses,), out, lse, (ends, kernel.params.max_seqlen, min_seqlen_q))
 
     return launch

@@ -22,7 +22,7 @@ from .backward import Kernels
 from .forward import Kernel
 from .masks import Read
 from .tensors import contiguous_strides, is_readable, lengths, past_dispatcher, readable
-from .workspace import Need, shared
+from .workspace import Need, allocated, shared
 
 
 def converted(params: tuple[Any, ...]) -> Any:
@@ -77,6 +77,10 @@ def forward(
     has_low = has_low or problem.has_float_mask
     converts, copies_sinks = _converts(inputs)
     empty, float32 = _empty(problem.spec.device), torch.float32
+    splits, longest = kernel.splits, kernel.params.max_seqlen
+    new_parts = None
+    if splits is not None:
+        new_parts = allocated(slow_forward.needs_of(splits, shapes), past_dispatcher(problem.spec.device))
     counter, current_device = tile_counters.counter, tile_counters.current_device
 
     def launch(
@@ -100,9 +104,14 @@ def forward(
         if copies_sinks and sinks is not None:
             sinks = sinks.contiguous()
         mask = None if attn_mask is None else read_mask(attn_mask)
+        parts, part_lses = (out, lse) if new_parts is None else new_parts()
         function(
-            q, k, v, out, lse, low, counter(index), ends_q, ends_k, mask, rng_state, sinks, params
+            q, k, v, parts, part_lses, low, counter(index), ends_q, ends_k, mask, rng_state, sinks, params
         )  # fmt: skip
+        if splits is not None:
+            rows = out.transpose(1, 2) if order.out_heads_first else out
+            sequences = None if ends_q is None else (ends_q, longest, 0)
+            splits.merge((parts,), (part_lses,), rows, lse, sequences)
         return out, lse, low, None
 
     return launch

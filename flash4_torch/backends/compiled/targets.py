@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ... import compile
 from ...compile import arch as archs
-from ...configs import sm80, sm80_backward, sm90, sm90_backward, sm100, sm100_backward, sm103
+from ...configs import sm80, sm80_backward, sm90, sm90_backward, sm90_splits, sm100, sm100_backward, sm103
 from ...configs.decode import ADA, AMPERE, GA102, HOPPER, Gpu
 from ...configs.sections import Section, Workload
 from ...configs.sizes import BackwardSizes, Sizes
@@ -121,6 +121,27 @@ class ForwardTable(Protocol):
     def limits(self, features: Features) -> list[str]: ...
 
 
+class Split(Protocol):
+    """How the keys of a call's tiles are divided."""
+
+    @property
+    def row(self) -> Row: ...
+
+    @property
+    def config(self) -> ForwardConfig: ...
+
+    @property
+    def number(self) -> int: ...
+
+
+class SplitTable(Protocol):
+    """Interface of a module of `configs` for forwards that split keys."""
+
+    def split(self, features: Features, sizes: Sizes) -> Split | None: ...
+
+    def reachable(self, features: Features, group: int | None = None) -> tuple[ForwardConfig, ...]: ...
+
+
 class BackwardTable(Protocol):
     """Interface of a module of `configs` for the backward."""
 
@@ -147,6 +168,8 @@ class Target:
     backward: str
     """Entry of the backward's main kernel."""
     backward_configs: BackwardTable
+    split_configs: SplitTable | None = None
+    """Table of how to split the keys of calls with few tiles, if the forward does."""
     l2_bytes: int
     """Bytes that stay in the L2 cache while the tiles that share them run."""
     has_wgmma: bool = False
@@ -176,6 +199,7 @@ SM90A = Target(
     arch="sm_90a",
     forward="flash4_torch.kernels.sm90.fwd.launch:compile_forward",
     forward_configs=sm90,
+    split_configs=sm90_splits,
     backward="flash4_torch.kernels.sm90.bwd.launch:compile_backward",
     backward_configs=sm90_backward,
     l2_bytes=32 << 20,

@@ -200,7 +200,7 @@ class Compiled(OnTargets):
         """The launch of the forward kernel, of sequences with many tokens."""
         target, index = self.target(problem), inputs.q.get_device()
         kernel = paged.decide(target, many, self.sms(index), self.find(problem))
-        run = paged.sequence(kernel, means.convert, decode.MOST_TOKENS + 1)
+        run = paged.sequence(kernel, means.convert, means.workspace, decode.MOST_TOKENS + 1)
         B, Sq, counter = problem.extent.B, problem.extent.max_seqlen_q, self.counters
         device = inputs.q.device
         canonical_k, canonical_v = caches
@@ -225,8 +225,7 @@ class Compiled(OnTargets):
         target, extent = self.target(problem), problem.extent
         many = with_many_tokens(problem, target)
         if many is not None:
-            kernels = paged.reachable(target, many, decode.MOST_TOKENS + 1)
-            yield from ((target.forward, static) for static in kernels)
+            yield from paged.reachable(target, many, decode.MOST_TOKENS + 1)
             B, T, Sq, *sizes = extent
             problem = problem.of_sizes(CacheExtent(B, T, min(Sq, decode.MOST_TOKENS), *sizes))
         yield from ((DECODE, static) for static in reachable(target, problem, num_sms))

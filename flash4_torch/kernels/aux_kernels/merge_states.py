@@ -1,17 +1,19 @@
 """Partial results of attention over disjoint keys, merged into the result over all of them.
 
 A thread has 16 bytes of a row: it finds the largest lse of the parts, and then adds up their numbers, each
-with its weight, in the order of the parts.
+with its weight, in the order of the parts. Where many parts have few rows, several threads divide the parts,
+and add up what each has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from ..common import host
 from ..common.attn_mask import vector_at
@@ -19,10 +21,30 @@ from ..common.kvcache import MergePlan
 from ..common.rounding import round_to, widened
 from ..common.scores import LOG2E
 from ..common.softmax import LN2, larger
+from ..common.warps import WARP
 
 THREADS = 128
 DEPTH = 4
-"""Loads of a thread in flight."""
+"""Parts that a thread loads at a time."""
+
+
+class Sequences(NamedTuple):
+    """The rows of packed sequences."""
+
+    cu_seqlens: cute.Tensor
+    """(B + 1,) int32, contiguous"""
+    max_seqlen: Int32
+    min_seqlen: Int32
+    """Shorter sequences are left alone."""
+
+
+class Row(NamedTuple):
+    """A row of the result."""
+
+    is_there: Boolean
+    place: tuple[Int32, ...]
+    """Its indices in out: batch, unless packed, position and head."""
+    lse_place: tuple[Int32, ...]
 
 
 class Sums(NamedTuple):
@@ -40,21 +62,30 @@ def merge(
     lses: tuple,
     out: cute.Tensor,
     lse: cute.Tensor,
+    sequences: Sequences | None,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
     """Launch lse = log(sum of exp(part's lse)) and out = the sum of exp(part's lse - lse) * part.
 
     outs: tensors (N, B, Sq, Hq, Dv), each with parts of its own; lses, one for each of them: (N, B, Hq, Sq),
-    float32, natural logarithm, any strides. out (B, Sq, Hq, Dv) is contiguous; of the parts the last stride
-    is 1, the others are multiples of 16 bytes, as are bases. lse (B, Hq, Sq), float32, contiguous. A part
-    whose lse is -inf has no weight, whatever it holds; without others out is 0 and lse -inf. If one part has
-    all keys, it is the result. B * Sq * Hq is below 2**31, and no size is 0 but N.
+    float32, natural logarithm, any strides. Of out (B, Sq, Hq, Dv) and the parts the last stride is 1, the
+    others are multiples of 16 bytes, as are bases. lse (B, Hq, Sq), float32, contiguous. A part whose lse is
+    -inf has no weight, whatever it holds; without others out is 0 and lse -inf. If one part has all keys, it
+    is the result. B * Sq * Hq is below 2**31, and no size is 0 but N.
+
+    With `plan.varlen` dimensions B and Sq are one, T: the rows of `sequences`.
     """
-    vectors = plan.Dv // _vector_size(out.element_type)
-    rows = Int64(out.shape[0]) * out.shape[1] * out.shape[2]
-    merge_kernel(outs, lses, out, lse, Int32(rows), plan).launch(
-        grid=(cute.ceil_div(rows * vectors, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+    vectors, count = plan.Dv // _vector_size(out.element_type), Int32(1)
+    if cutlass.const_expr(plan.varlen):
+        rows = Int64(sequences.max_seqlen) * out.shape[1]
+        count = sequences.cu_seqlens.shape[0] - 1
+    else:
+        rows = Int64(out.shape[0]) * out.shape[1] * out.shape[2]
+    merge_kernel(outs, lses, out, lse, sequences, Int32(rows), plan).launch(
+        grid=(cute.ceil_div(rows * vectors * plan.lanes, THREADS), count, 1),
+        block=(THREADS, 1, 1),
+        stream=stream,
     )
 
 
@@ -68,41 +99,78 @@ def merge_kernel(
     lses: tuple,
     out: cute.Tensor,
     lse: cute.Tensor,
+    sequences: Sequences | None,
     rows: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
     thread, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
-    size = _vector_size(out.element_type)
-    vectors = plan.Dv // size
-    number = Int64(block) * THREADS + thread
-    row, vector = Int32(number // vectors), Int32(number % vectors)
-    if row < rows:
-        Hq, Sq = out.shape[2], out.shape[1]
-        token, head = row // Hq, row % Hq
+    block, sequence, _ = cute.arch.block_idx()
+    vectors = plan.Dv // _vector_size(out.element_type)
+    # Neighbouring threads have neighbouring vectors; the lanes of a vector are in one warp.
+    each = WARP // plan.lanes
+    number = Int64(block * (THREADS // WARP) + thread // WARP) * each + thread % each
+    index, vector = Int32(number // vectors), Int32(number % vectors)
+    row = _row_of(out, sequences, sequence, index, rows)
+    _merge_vector(outs, lses, out, lse, row, vector, thread % WARP // each, plan.lanes)
+
+
+def _row_of(out: cute.Tensor, sequences: Sequences | None, sequence: Int32, index: Int32, rows: Int32) -> Row:
+    """Row `index` of `rows`, those of the batch or of one sequence; not all of them need be there."""
+    Hq = out.shape[cute.rank(out) - 2]
+    token, head = index // Hq, index % Hq
+    if cutlass.const_expr(sequences is None):
+        Sq = out.shape[1]
         batch, position = token // Sq, token % Sq
-        row_max = -Float32.inf
-        for part_lses in lses:
-            for n in cutlass.range(part_lses.shape[0], unroll=DEPTH):
-                row_max = larger(row_max, part_lses[n, batch, head, position])
-        reference = Float32(0.0) if row_max == -Float32.inf else row_max
-        sums = Sums(cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(size, Float32), reference)
-        sums.total[0] = 0.0
-        sums.values.fill(0.0)
-        for parts, part_lses in zip(outs, lses, strict=True):
-            for n in cutlass.range(parts.shape[0], unroll=DEPTH):
-                start = parts[n, batch, position, head, None].iterator + vector * size
-                _add(sums, start, part_lses[n, batch, head, position], size)
+        return Row(index < rows, (batch, position, head), (batch, head, position))
+    start = sequences.cu_seqlens[sequence]
+    count = sequences.cu_seqlens[sequence + 1] - start
+    is_there = (index < rows) & (token < count) & (count >= sequences.min_seqlen)
+    return Row(is_there, (start + token, head), (head, start + token))
+
+
+@cute.jit
+def _merge_vector(
+    outs: Sequence[cute.Tensor],
+    lses: Sequence[cute.Tensor],
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    row: Row,
+    vector: Int32,
+    lane: Int32,
+    lanes: cutlass.Constexpr,
+) -> None:
+    """Merge 16 bytes of the result; each lane has the parts from `lane` on, in steps of `lanes`."""
+    size = _vector_size(out.element_type)
+    row_max = -Float32.inf
+    for part_lses in lses:
+        end = part_lses.shape[0] if row.is_there else Int32(0)
+        for n in cutlass.range(lane, end, lanes, unroll=DEPTH):
+            row_max = larger(row_max, part_lses[(n, *row.lse_place)])
+    for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+        row_max = larger(row_max, cute.arch.shuffle_sync_bfly(row_max, WARP // lanes << step))
+    reference = Float32(0.0) if row_max == -Float32.inf else row_max
+    sums = Sums(cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(size, Float32), reference)
+    sums.total[0] = 0.0
+    sums.values.fill(0.0)
+    for parts, part_lses in zip(outs, lses, strict=True):
+        end = parts.shape[0] if row.is_there else Int32(0)
+        for n in cutlass.range(lane, end, lanes, unroll=DEPTH):
+            start = parts[(n, *row.place, None)].iterator + vector * size
+            _add(sums, start, part_lses[(n, *row.lse_place)], size)
+    for x in (sums.total, sums.values):
+        for i in cutlass.range_constexpr(cute.size(x)):
+            for step in cutlass.range_constexpr(lanes.bit_length() - 1):
+                x[i] = x[i] + cute.arch.shuffle_sync_bfly(x[i], WARP // lanes << step)
+    if row.is_there & (lane == 0):
         total = sums.total[0]
         # One part alone has weight 1, whose inverse and logarithm are exact.
         inverse = Float32(1.0) / total
         for i in cutlass.range_constexpr(size):
             product = sums.values[i] * inverse
             sums.values[i] = product if total != 0.0 else Float32(0.0)
-        target = vector_at(out[batch, position, head, None].iterator + vector * size, size)
-        _store(sums.values, target)
+        _store(sums.values, vector_at(out[(*row.place, None)].iterator + vector * size, size))
         if vector == 0:
-            lse[batch, head, position] = reference + cute.math.log2(total, fastmath=True) * LN2
+            lse[row.lse_place] = reference + cute.math.log2(total, fastmath=True) * LN2
 
 
 @cute.jit
@@ -132,17 +200,21 @@ def _store(values: cute.Tensor, target: cute.Tensor) -> None:
 
 def compile_merge(plan: MergePlan) -> Any:
     """`merge` compiled for any sizes; call it with its arguments except `plan` and `stream`."""
-    dtype = host.NUMERIC[plan.dtype]
-    B, Sq, Hq = host.any_sizes(3)
+    dtype, out_dtype = host.NUMERIC[plan.dtype], host.NUMERIC[plan.out_dtype or plan.dtype]
+    *sizes, Hq = host.any_sizes(2 if plan.varlen else 3)
+    of_lse = (*sizes[:-1], Hq, sizes[-1])
     counts = host.any_sizes(plan.tensors)
-    outs = tuple(_parts(dtype, (n, B, Sq, Hq, plan.Dv)) for n in counts)
-    lses = tuple(_strided((n, B, Hq, Sq)) for n in counts)
-    out, lse = host.compact(dtype, (B, Sq, Hq, plan.Dv)), host.compact(Float32, (B, Hq, Sq))
+    outs = tuple(_rows(dtype, (n, *sizes, Hq, plan.Dv)) for n in counts)
+    lses = tuple(_strided((n, *of_lse)) for n in counts)
+    out, lse = _rows(out_dtype, (*sizes, Hq, plan.Dv)), host.compact(Float32, of_lse)
+    sequences = None
+    if plan.varlen:
+        sequences = Sequences(host.compact(Int32, host.any_sizes(1)), Int32(0), Int32(0))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(merge, outs, lses, out, lse, plan, stream, options="--enable-tvm-ffi")
+    return cute.compile(merge, outs, lses, out, lse, sequences, plan, stream, options="--enable-tvm-ffi")
 
 
-def _parts(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
+def _rows(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:
     stride = (*(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[1:]), 1)
     return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16)
 

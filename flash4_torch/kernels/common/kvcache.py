@@ -64,3 +64,9 @@ class MergePlan(NamedTuple):
     Dv: int
     tensors: int = 1
     """Tensors that the parts come in, each with any number of them."""
+    out_dtype: str = ""
+    """Dtype of the result; empty if it is that of the parts."""
+    varlen: bool = False
+    """Whether rows are those of packed sequences; others are left alone."""
+    lanes: int = 1
+    """Threads that divide the parts of a vector of the result, a power of two up to 32."""

@@ -18,7 +18,7 @@ class ForwardContext(SchedulerContext, Protocol):
     plan: ForwardPlan
     maps: Maps
     work_tile: cute.Pointer
-    """`WORK_TILE_WORDS` words for each stage of the ring that announces tiles."""
+    """`work_tile_words` for each stage of the ring that announces tiles."""
     out: cute.Tensor
     lse: cute.Tensor
     lse_low: cute.Tensor | None

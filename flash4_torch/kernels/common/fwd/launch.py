@@ -89,7 +89,7 @@ def _head_stride(cache: cute.Tensor, chunk: int) -> HeadStride:
 def count_tiles(
     q: cute.Tensor, maps: Maps, cu_seqlens_q: cute.Tensor | None, params: LaunchParams, plan: ForwardPlan
 ) -> Int32:
-    """Work items of a launch."""
+    """Tiles of a launch."""
     (group, _), _, Hk, _ = maps.mQ.shape
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     blocks, head_blocks = cute.ceil_div(params.max_seqlen, plan.queries), cute.ceil_div(group, plan.pack_gqa)
@@ -100,17 +100,17 @@ def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
     """`forward` compiled for any sizes and strides; call it with its arguments except `plan` and `stream`."""
     features = plan.features
     modes = 2 if features.is_packed else 3
-    of_cache = 3 if plan.paged else modes
+    of_cache, of_out = 3 if plan.paged else modes, modes + features.splits
     q, k, v, out = (
         host.rows(dtype, (*host.any_sizes(n), D))
         for dtype, n, D in (
             (plan.dtype, modes, features.D),
             (plan.dtype, of_cache, features.D),
             (plan.dtype, of_cache, features.Dv),
-            (plan.out_dtype, modes, features.Dv),
+            (plan.out_dtype, of_out, features.Dv),
         )
     )
-    lse = host.compact(Float32, host.any_sizes(modes))
+    lse = host.compact(Float32, host.any_sizes(of_out))
     lse_low = host.compact(Float32, host.any_sizes(modes)) if features.large_scores else None
     tile_counter = host.compact(Int32, (1,))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None

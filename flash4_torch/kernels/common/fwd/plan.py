@@ -32,7 +32,12 @@ class ForwardPlan(NamedTuple):
     @property
     def out_dtype(self) -> type:
         """The type of O in memory."""
-        return NUMERIC["float32"] if self.features.running else self.dtype
+        return NUMERIC["float32"] if self.stores_float32 else self.dtype
+
+    @property
+    def stores_float32(self) -> bool:
+        """Whether O leaves past shared memory, in float32: there is more to be added to it."""
+        return bool(self.features.running) or self.features.splits
 
     @property
     def D(self) -> int:
@@ -145,10 +150,15 @@ class ForwardPlan(NamedTuple):
     @property
     def stores_by_tma(self) -> bool:
         """Whether O is stored by TMA. A varlen tile may end inside the box: its rows are stored singly."""
-        return not (self.features.varlen or self.features.running)
+        return not (self.features.varlen or self.stores_float32)
 
     def check_running(self) -> None:
         """Raise AssertionError for running results that the epilogue does not merge."""
         f = self.features
         assert f.running in ("", "begin", "add")
         assert not f.running or not (f.sinks or f.large_scores or self.paged)
+
+    def check_splits(self) -> None:
+        """Raise AssertionError for calls whose keys the kernel does not split."""
+        f = self.features
+        assert not f.splits or (f._replace(splits=False).may_be_split and self.cluster_size == 1)

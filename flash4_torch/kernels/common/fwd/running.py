@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32
 from ..attn_mask import vector_at
 from ..softmax import Final, join_sink
 from .context import ForwardContext
-from .tiles import Tile
+from .tiles import Tile, results_of
 
 CHUNK = 8
 """Columns of which a lane has two, side by side, in an accumulator."""
@@ -115,7 +115,7 @@ def query_head(ctx: ForwardContext, tile: Tile, h: Int32) -> Int32:
 
 def out_row(ctx: ForwardContext, tile: Tile, i: Int32, h: Int32) -> cute.Tensor:
     """A row of O in memory."""
-    head = query_head(ctx, tile, h)
+    head, (out, _) = query_head(ctx, tile, h), results_of(ctx, tile)
     if ctx.plan.features.varlen:
-        return ctx.out[tile.q_offset + i, head, None]
-    return ctx.out[tile.batch, i, head, None]
+        return out[tile.q_offset + i, head, None]
+    return out[tile.batch, i, head, None]

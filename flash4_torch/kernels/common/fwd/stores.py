@@ -10,7 +10,7 @@ from ..copies import VECTOR, copy_box, copy_vector
 from ..softmax import Final
 from ..warps import WARP
 from .context import ForwardContext
-from .tiles import Tile
+from .tiles import Tile, results_of
 
 
 @cute.jit
@@ -59,7 +59,7 @@ def store_lse(
 
     first: query position of row 0. rows: numbers of the thread's rows, counted from there.
     """
-    plan, lse, low = ctx.plan, ctx.lse, ctx.lse_low
+    plan, (_, lse), low = ctx.plan, results_of(ctx, tile), ctx.lse_low
     group = ctx.maps.mQ.shape[0][0]
     for r in cutlass.range_constexpr(len(rows)):
         row = rows[r]

@@ -15,9 +15,15 @@ from .. import attn_mask, mods, ring, tile_scheduler
 from ..band import Band, Span, make_band, visible_span
 from ..ring import Cursor, Ring
 from .context import ForwardContext
+from .plan import ForwardPlan
 
 WORK_TILE_WORDS = 8
 """Words of a work tile, by which the load warp describes a tile to the other roles."""
+
+
+def work_tile_words(plan: ForwardPlan) -> int:
+    """The same where a tile may have splits."""
+    return WORK_TILE_WORDS + plan.features.splits
 
 
 class Tile(NamedTuple):
@@ -34,15 +40,18 @@ class Tile(NamedTuple):
     Sq: Int32
     k_offset: Int32
     Sk: Int32
+    split: Int32
+    """Index of a split of its keys; 0 without splits."""
 
 
 class Shape(NamedTuple):
-    """The number of tiles of each kind; in clusters, of pairs of tiles."""
+    """The number of tiles of each kind; in clusters, of pairs of tiles. Each split of a tile is work."""
 
     tiles_per_head: Uint32
     q_head_groups: Uint32
     kv_heads: Uint32
     num_work: Uint32
+    splits: Uint32
 
 
 @cute.jit
@@ -52,7 +61,14 @@ def shape(ctx: ForwardContext) -> Shape:
         B = ctx.cu_seqlens_q.shape[0] - 1
     blocks = Uint32(cute.ceil_div(ctx.params.max_seqlen, ctx.plan.queries))
     head_blocks = Uint32(cute.ceil_div(group, ctx.plan.pack_gqa))
-    return Shape(blocks, head_blocks, Uint32(Hk), blocks * head_blocks * Uint32(Hk) * Uint32(B))
+    splits = Uint32(num_splits(ctx))
+    num_work = blocks * head_blocks * Uint32(Hk) * Uint32(B) * splits
+    return Shape(blocks, head_blocks, Uint32(Hk), num_work, splits)
+
+
+def num_splits(ctx: ForwardContext) -> Int32:
+    """Splits of every tile."""
+    return Int32(ctx.out.shape[0] if ctx.plan.features.splits else 1)
 
 
 @cute.jit
@@ -64,6 +80,10 @@ def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> T
     takes longer than the first, so the CTAs of a cluster alternate between them.
     """
     step, head = tile_scheduler.decode_work(ctx, shape.tiles_per_head, shape.num_work, work_idx)
+    split = Int32(0)
+    if cutlass.const_expr(ctx.plan.features.splits):
+        of_tile = head // shape.splits
+        split, head = Int32(head - of_tile * shape.splits), of_tile
     owner = head // shape.q_head_groups
     batch = owner // shape.kv_heads
     block = Int32(shape.tiles_per_head - 1 - step)
@@ -92,6 +112,7 @@ def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> T
         Sq,
         k_offset,
         Sk,
+        split,
     )
 
 
@@ -104,15 +125,16 @@ def _keys_in_pages(ctx: ForwardContext, batch: Int32) -> Int32:
 @cute.jit
 def write(ctx: ForwardContext, cursor: Cursor, tile: Tile) -> None:
     """Write the work tile, by one lane; the arrival at the stage's barrier makes it visible."""
-    work_tile = ctx.work_tile + cursor.stage * WORK_TILE_WORDS
-    for i in cutlass.range_constexpr(WORK_TILE_WORDS):
+    words = work_tile_words(ctx.plan)
+    work_tile = ctx.work_tile + cursor.stage * words
+    for i in cutlass.range_constexpr(words):
         cute.arch.store(work_tile + i, tile[i])
 
 
 @cute.jit
 def write_end(ctx: ForwardContext, cursor: Cursor) -> None:
     """Write, instead of a work tile, that there is none left."""
-    cute.arch.store(ctx.work_tile + cursor.stage * WORK_TILE_WORDS, Int32(-1))
+    cute.arch.store(ctx.work_tile + cursor.stage * work_tile_words(ctx.plan), Int32(-1))
 
 
 @cute.jit
@@ -125,12 +147,13 @@ def read(ctx: ForwardContext, edge: Ring, cursor: Cursor) -> Tile:
 @cute.jit
 def read_again(ctx: ForwardContext, cursor: Cursor) -> Tile:
     """Read a work tile that is known to be there."""
-    work_tile = ctx.work_tile + cursor.stage * WORK_TILE_WORDS
-    words = [
-        cute.arch.make_warp_uniform(cute.arch.load(work_tile + i, Int32)) for i in range(WORK_TILE_WORDS)
-    ]
+    count = work_tile_words(ctx.plan)
+    work_tile = ctx.work_tile + cursor.stage * count
+    words = [cute.arch.make_warp_uniform(cute.arch.load(work_tile + i, Int32)) for i in range(count)]
     if cutlass.const_expr(not ctx.plan.features.varlen):
-        words[4:] = [Int32(0), ctx.maps.mQ.shape[0][1], Int32(0), ctx.maps.mK.shape[0]]
+        words[4:8] = [Int32(0), ctx.maps.mQ.shape[0][1], Int32(0), ctx.maps.mK.shape[0]]
+    if cutlass.const_expr(not ctx.plan.features.splits):
+        words.append(Int32(0))
     return Tile(*words)
 
 
@@ -164,6 +187,8 @@ def blocks_of(ctx: ForwardContext, tile: Tile) -> Blocks:
     first = first_query(ctx, tile)
     last = cutlass.min(first + ctx.plan.queries, tile.Sq) - 1
     span = visible_span(band_of(ctx, tile), ctx.plan.band, first, last)
+    if cutlass.const_expr(ctx.plan.features.splits):
+        span = _split_of(span, tile.split, num_splits(ctx)).span
     if cutlass.const_expr(ctx.mask is None):
         return Blocks(span, span.first)
     visible = attn_mask.visible_blocks(
@@ -172,6 +197,39 @@ def blocks_of(ctx: ForwardContext, tile: Tile) -> Blocks:
     bottom = visible.last + 1 - visible.count
     # If none is visible, one is visited all the same; all of its scores are masked.
     return Blocks(Span(bottom, bottom + cutlass.max(visible.count, 1)), span.first, visible)
+
+
+class Split(NamedTuple):
+    """The blocks of a split. An empty one visits its tile's last block, and has nothing of it."""
+
+    span: Span
+    is_empty: Boolean
+
+
+@cute.jit
+def _split_of(whole: Span, split: Int32, splits: Int32) -> Split:
+    """The split of a tile's blocks: as many in each, and what is left in the last ones."""
+    each = cute.ceil_div(whole.last - whole.first, splits)
+    first = whole.first + split * each
+    last = cutlass.min(first + each, whole.last)
+    return Split(Span(cutlass.min(first, whole.last - 1), last), first >= whole.last)
+
+
+@cute.jit
+def is_empty_split(ctx: ForwardContext, tile: Tile) -> Boolean:
+    """Whether the tile has fewer blocks than splits, and none for this one."""
+    first = first_query(ctx, tile)
+    last = cutlass.min(first + ctx.plan.queries, tile.Sq) - 1
+    whole = visible_span(band_of(ctx, tile), ctx.plan.band, first, last)
+    return _split_of(whole, tile.split, num_splits(ctx)).is_empty
+
+
+def results_of(ctx: ForwardContext, tile: Tile) -> tuple[cute.Tensor, cute.Tensor]:
+    """out and lse of the tile's split."""
+    if not ctx.plan.features.splits:
+        return ctx.out, ctx.lse
+    everything = (None,) * (cute.rank(ctx.lse) - 1)
+    return ctx.out[(tile.split, *everything, None)], ctx.lse[(tile.split, *everything)]
 
 
 @cute.jit
@@ -201,7 +259,11 @@ def sinks_of(ctx: ForwardContext, tile: Tile, rows: tuple[Int32, ...]) -> tuple[
         return ()
     group, head = ctx.maps.mQ.shape[0][0], tile.kv_head * ctx.maps.mQ.shape[0][0]
     h = (tile.q_head_group * ctx.plan.pack_gqa + row % ctx.plan.pack_gqa for row in rows)
-    return tuple(ctx.sinks[head + cutlass.min(i, group - 1)].to(Float32) for i in h)
+    own = tuple(ctx.sinks[head + cutlass.min(i, group - 1)].to(Float32) for i in h)
+    if cutlass.const_expr(ctx.plan.features.splits):
+        # One split counts them.
+        own = tuple(cutlass.select_(tile.split == 0, x, -Float32.inf) for x in own)
+    return own
 
 
 @cute.jit

@@ -51,7 +51,7 @@ class Context:
     """One stage: V at a packed sequence's end, which the warp that loads V waits for itself, as another
     sequence's V follows."""
     work_tile: cute.Pointer
-    """`WORK_TILE_WORDS` words for each stage of Q."""
+    """`work_tile_words` for each stage of Q."""
     keep_bits: Ring | None
     sKeepBits: cute.Tensor | None
     """(32, words, consumer warps, kv_stages): see `dropout.take`."""

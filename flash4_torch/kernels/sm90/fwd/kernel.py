@@ -19,7 +19,7 @@ from cutlass.memory import SmemAllocator
 from ...common import attn_mask, dropout, ring, smem_layouts
 from ...common.cta_pair import cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
 from ...common.fwd.launch import Maps, Pages
-from ...common.fwd.tiles import WORK_TILE_WORDS
+from ...common.fwd.tiles import work_tile_words
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs, visited
 from ...common.warps import GROUP, WARP, WARPS
@@ -85,7 +85,7 @@ def forward_kernel(
         load_k=ring.allocate(memory, plan.config.kv_stages, peer),
         load_v=ring.allocate(memory, plan.config.kv_stages, peer),
         sequence_end=ring.allocate(memory, 1),
-        work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * plan.config.q_stages),
+        work_tile=memory.allocate_array(Int32, work_tile_words(plan) * plan.config.q_stages),
         keep_bits=keep_bits,
         sKeepBits=sKeepBits,
         cta_pair=make_cta_pair(memory, peer),

@@ -56,11 +56,16 @@ def forward(
 
     With `features.running` out is float32, and lse may have more rows than q: the kernel writes the first
     ones of each head. "add" merges its results with those that out and lse have.
+
+    With `features.splits` out (N, B, Sq, Hq, Dv) is float32 and lse (N, B, Hq, Sq), or (N, T, Hq, Dv) and
+    (N, Hq, T): of N splits of every tile's blocks, for `merge_states` to merge. The first one counts sinks.
     """
     plan.check()
     q, k, v = host.in_order(params.heads_first, q, k, v)
-    out = host.in_order(params.out_heads_first, out)
-    heads, outputs = host.by_kv_head(q, k), host.by_kv_head(out, k)
+    heads, outputs = host.by_kv_head(q, k), None
+    if cutlass.const_expr(not plan.features.splits):
+        out = host.in_order(params.out_heads_first, out)
+        outputs = host.by_kv_head(out, k)
 
     layouts = Layouts(
         q=row_major_layout(plan.dtype, ROWS, plan.D, plan.warpgroups * plan.config.q_stages),
@@ -77,6 +82,8 @@ def forward(
         *_store_map(store, outputs, layouts, plan),
     )
     tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
+    if cutlass.const_expr(plan.features.splits):
+        tiles = tiles * out.shape[0]
     kernel = forward_kernel(
         maps,
         layouts,
@@ -112,9 +119,11 @@ def _key_maps(k: cute.Tensor, v: cute.Tensor, layouts: Layouts, plan: Plan) -> t
     )
 
 
-def _store_map(store: Any, outputs: cute.Tensor, layouts: Layouts, plan: Plan) -> tuple[Any, cute.Tensor]:
-    """The map for O; running results are written past SMEM."""
-    if plan.features.running:
+def _store_map(
+    store: Any, outputs: cute.Tensor | None, layouts: Layouts, plan: Plan
+) -> tuple[Any, cute.Tensor | None]:
+    """The map for O; running results and those of splits are written past SMEM."""
+    if plan.stores_float32:
         return None, outputs
     return host.tensor_map(store, outputs, layouts.o, (plan.store_box, plan.Dv))
 

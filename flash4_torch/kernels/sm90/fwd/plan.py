@@ -222,6 +222,7 @@ class Plan(ForwardPlan):
         assert c.cluster in (1, 2)
         self.check_pages()
         self.check_running()
+        self.check_splits()
         if c.cluster > 1:
             assert not (f.varlen or f.lists_blocks or f.dropout)
         if c.next_tile:

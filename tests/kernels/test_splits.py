@@ -1,0 +1,178 @@
+"""Splits of keys where a call has few tiles: how many are chosen, and what the host makes of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from importlib import import_module, resources
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flash4_torch
+import on_cpu
+from flash4_torch import testing
+from flash4_torch.backends.compiled import SM90A
+from flash4_torch.configs import sm90, sm90_splits
+from flash4_torch.configs.sizes import Sizes
+from flash4_torch.configs.types import Features
+from flash4_torch.problem import CallOptions
+from kernel_calls import Results, check_results, drawn
+from paged_calls import in_pages
+from test_configs import GROUPS, SIZES, features
+from test_paged_host import half, launch, problem_of
+
+NUM_SMS = 132
+BARE = Features("bfloat16", 64, 64)
+HEADS = st.integers(1, 300)
+
+
+@given(features(), SIZES, SIZES, GROUPS, st.one_of(st.none(), SIZES), st.booleans(), HEADS)
+@settings(max_examples=300)
+def test_what_is_chosen_is_reachable(
+    features: Features, Sq: int, Sk: int, group: int, seen: int | None, end_masked: bool, heads: int
+) -> None:
+    sizes = Sizes(Sq, Sk, group, seen, end_masked, heads, NUM_SMS)
+    split = sm90_splits.split(features, sizes)
+    if split is None:
+        return
+    assert features.may_be_split and split.config in sm90_splits.reachable(features, group)
+    assert set(sm90_splits.reachable(features, group)) <= set(sm90_splits.reachable(features))
+    # No split of the longest tile is empty, and all of them run in two waves at most.
+    tiles, blocks = -(-Sq // split.config.queries) * heads, -(-Sk // split.config.keys)
+    assert 1 < split.number <= blocks and tiles * split.number <= 2 * NUM_SMS
+
+
+@given(features())
+def test_only_plain_calls_are_split(features: Features) -> None:
+    plain = not (features.mask or features.dropout)
+    sizes = Sizes(1, 1 << 17, end_masked=True, heads=1, num_sms=NUM_SMS)
+    assert (sm90_splits.split(features, sizes) is not None) == plain == bool(sm90_splits.reachable(features))
+    assert sm90_splits.split(features, sizes._replace(heads=None)) is None
+    for more in ({"running": "add"}, {"segments": True, "varlen": True}):
+        assert sm90_splits.split(features._replace(**more), sizes) is None
+
+
+def test_the_kernel_agrees_that_it_can_run_every_config() -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    Plan = import_module("flash4_torch.kernels.sm90.fwd.plan").Plan
+    heads, flags = range(8, 257, 56), itertools.product(*[(False, True)] * 4)
+    for D, Dv, (varlen, left, right, softcap) in itertools.product(heads, heads, flags):
+        own = BARE._replace(D=D, Dv=Dv, varlen=varlen, left=left, right=right, softcap=softcap)
+        for page_box in (0, 16, 64) if varlen else (0,):
+            for config in sm90_splits.reachable(own._replace(page_box=page_box)):
+                if not page_box or config.keys % page_box == 0:
+                    Plan(own._replace(page_box=page_box, splits=True, scaled=softcap), config).check()
+
+
+def _measured() -> list[dict[str, Any]]:
+    results = resources.files("flash4_torch.bench") / "results" / "splits-h200.json"
+    return list(json.loads(results.read_text())["cells"])
+
+
+def test_measured_calls_take_what_won_there() -> None:
+    """Within a sixth; an H200 has run all rows and several numbers of splits of each."""
+    for cell in _measured():
+        (Hq, Hk, D), B, Sq, Sk = cell["heads"], cell["B"], cell["Sq"], cell["Sk"]
+        sizes = Sizes(Sq, Sk, Hq // Hk, end_masked=True, heads=B * Hk, num_sms=NUM_SMS)
+        split = sm90_splits.split(BARE._replace(D=D, Dv=D, right=Sq > 1), sizes)
+        name = "one" if split is None else f"{split.config.warpgroups} x {split.number}"
+        times = {which: us for which, us in cell["us"].items() if which != "FlashAttention-3"}
+        assert times[name] <= 1.17 * min(times.values()), (cell, name)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window": (2500, 0)},
+    "sinks": {"causal": True, "sinks": torch.tensor([0.5, 3.0, -float("inf"), 1.0])},
+    "softcap": {"softcap": 3.0},
+}
+
+
+def _tensors(Sq: int = 3, Sk: int = 3000) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((Sq, 4), (Sk, 2), (Sk, 2))
+    return [torch.randn(2, S, H, 64, generator=generator).bfloat16() for S, H in sizes]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_any_path_splits_and_merges(name: str) -> None:
+    """The first call takes the slow path, others a prepared launch; heads first or not, with gradients."""
+    q, k, v = _tensors()
+    exact = testing.reference(q, k, v, **CALLS[name], dtype=torch.float64)
+    peer = testing.reference(q, k, v, **CALLS[name], dtype=torch.bfloat16)
+    with on_cpu.gpu(SM90A) as machine:
+        for _ in range(3):
+            results = flash4_torch.attention(q, k, v, return_lse=True, **CALLS[name])
+            for found, truth, plain in zip(results, exact, peer, strict=True):
+                testing.assert_close_as_peer(found, truth, plain)
+        if name == "causal":
+            order = [x.transpose(1, 2) for x in (q[:, :1], k, v)]
+            for _ in range(3):
+                found = flash4_torch.scaled_dot_product_attention(*order, enable_gqa=True)
+                one = testing.reference(q[:, :1], k, v, dtype=torch.float64)[0]
+                torch.testing.assert_close(found.transpose(1, 2).double(), one, rtol=0.02, atol=0.02)
+            for x in (q, k, v):
+                x.requires_grad_()
+            for _ in range(3):
+                out = flash4_torch.attention(q, k, v, causal=True)
+                assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+        assert all(launch.features.splits for launch in machine.launches)
+
+
+def test_packed_sequences_are_split() -> None:
+    q, k, v = (x.flatten(0, 1) for x in _tensors())
+    ends_q, ends_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (3, 3000))
+    call = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, "max_seqlen_q": 3, "max_seqlen_k": 3000}
+    dense, _ = testing.reference(*_tensors(), causal=True, dtype=torch.float64)
+    with on_cpu.gpu(SM90A) as machine:
+        for _ in range(3):
+            out = flash4_torch.attention_varlen(q, k, v, causal=True, **call)
+            torch.testing.assert_close(out.double(), dense.flatten(0, 1), rtol=0.02, atol=0.02)
+        assert all(launch.features.splits for launch in machine.launches)
+
+
+class _Always:
+    """A table that divides keys whatever the sizes."""
+
+    reachable = staticmethod(sm90_splits.reachable)
+
+    @staticmethod
+    def split(features: Features, sizes: Sizes) -> sm90_splits.Split:
+        config = sm90_splits.reachable(features, 1)[0]
+        return sm90_splits.Split(sm90.row(features, sizes), config, 3)
+
+
+def test_caches_are_split() -> None:
+    """By the kernel in the emulator, in pages, whatever is in memory before."""
+    emulate = pytest.importorskip("flash4_torch.testing.emulate")
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from flash4_torch.backends.compiled import forward
+
+    target = replace(SM90A, split_configs=_Always)
+    kernel = forward.features_of(problem_of().problem)._replace(sinks="bfloat16"), None
+    call = drawn(kernel, lengths=((30, 0, 90), (250, 33, 130)), right=0)
+    out, lse = half(120, 2, 64).fill_(float("nan")), torch.full((2, 120), float("nan"))
+    with emulate.device(target.arch) as device:
+        launch(target, in_pages(call, 16, "heads", seed=1), CallOptions(0.125, window_right=0), out, lse)
+    assert len(device.reports) == 2
+    check_results(kernel, call, Results(out, lse))
+
+
+def test_the_kernel_and_the_merge_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole call in the emulator."""
+    emulate = pytest.importorskip("flash4_torch.testing.emulate")
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    monkeypatch.setenv("FLASH4_BACKEND", "emulator")
+    q, k, v = _tensors(Sk=2000)
+    with emulate.device("sm_90a") as device, testing.poisoned_memory():
+        results = flash4_torch.attention(q, k, v, causal=True, return_lse=True)
+    forward, merge = (report.kernel for report in device.reports)
+    assert "forward_kernel" in forward and "merge_kernel" in merge
+    exact, peer = (testing.reference(q, k, v, causal=True, dtype=t) for t in (torch.float64, torch.bfloat16))
+    for found, truth, plain in zip(results, exact, peer, strict=True):
+        testing.assert_close_as_peer(found, truth, plain)
