@@ -23,6 +23,8 @@ class Sizes(NamedTuple):
     """KV heads of all batch entries. None: so many that there are many tiles."""
     num_sms: int = 1
     """SMs that the tiles of these heads are divided among."""
+    num_splits: int = 0
+    """Splits of each tile's keys that the caller asks for; 0 leaves the choice to the table."""
 
     @property
     def keys(self) -> int:

@@ -6,6 +6,7 @@ merges their results. Times are estimated as in `sm90`, whose rows serve splits,
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from . import sm90
@@ -36,19 +37,25 @@ class Split(NamedTuple):
 
 
 def split(features: Features, sizes: Sizes) -> Split | None:
-    """How to divide keys, or None where this gains nothing; `sizes` has the number of heads."""
-    if not features.may_be_split or sizes.heads is None:
+    """How to divide keys, or None where this gains nothing; `sizes` has the number of heads.
+
+    `sizes.num_splits` is taken as it is, up to a block for each split.
+    """
+    if not features.may_be_split or sizes.heads is None or sizes.num_splits == 1:
         return None
-    whole = sm90.row(features, sizes)
-    best, least = None, _CLEARLY * sm90.launch_of(features, sizes, whole).ns(whole.time)
-    if least <= _MERGE_NS:
-        return None
+    best, least = None, math.inf
+    if not sizes.num_splits:
+        whole = sm90.row(features, sizes)
+        least = _CLEARLY * sm90.launch_of(features, sizes, whole).ns(whole.time)
+        if least <= _MERGE_NS:
+            return None
     row_bytes = 4 * features.Dv * sizes.Sq * sizes.group * sizes.heads
     for row in _rows(features):
         launch, block = sm90.launch_of(features, sizes, row), row.config.keys
         tiles, blocks = launch.tiles_per_head * (launch.heads or 1), launch.longest // block
         for share in _SHARES_OF_SMS:
-            most = min(int(share * sizes.num_sms) // tiles, blocks, _MOST_SPLITS)
+            most = min(int(share * sizes.num_sms) // tiles, _MOST_SPLITS)
+            most = min(sizes.num_splits or most, blocks)
             if most > 1:
                 number = -(-blocks // -(-blocks // most))  # without empty ones
                 merge_ns = _MERGE_NS + number * (_MERGE_NS_EACH + row_bytes / _MERGE_BYTES_PER_NS)

@@ -96,6 +96,7 @@ def test_many_tokens_and_few_are_served_together(arch: str, call: CacheCall) -> 
     call = replace(call, causal=bool(torch.as_tensor(call.causal).any()), sinks=None, softcap=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "MOST_TOKENS", 2)
+        patch.setattr(decode, "MOST_ROWS", 2)
         patch.setenv("FLASH4_BACKEND", "emulator")
         patch.setenv("FLASH4_ARCH", arch)
         check_results(call, call.run())

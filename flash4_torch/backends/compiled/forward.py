@@ -68,10 +68,14 @@ def decide(target: Target, problem: Problem, num_sms: int, find: Find) -> Kernel
     return with_splits(target, problem, split, features, num_sms, find)
 
 
-def split_of(target: Target, problem: Problem, num_sms: int, features: Features) -> Split | None:
-    """How to divide the keys of the problem's tiles, where that is faster."""
+def split_of(
+    target: Target, problem: Problem, num_sms: int, features: Features, num_splits: int = 0
+) -> Split | None:
+    """How to divide the keys of the problem's tiles: in so many splits, or where that is faster."""
     configs = target.split_configs
-    return None if configs is None else configs.split(features, sizes_of(problem, num_sms))
+    if configs is None:
+        return None
+    return configs.split(features, sizes_of(problem, num_sms)._replace(num_splits=num_splits))
 
 
 def reachable(

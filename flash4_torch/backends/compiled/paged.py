@@ -57,6 +57,13 @@ class PagedProblem(NamedTuple):
     """Whether TMA can read the pages where they are."""
     causal_flags: bool = False
     """Whether some sequences are causal and others not."""
+    num_splits: int = 0
+    """Splits of keys that the caller asks for; 0 leaves the choice to us."""
+
+    def of_sequences(self, number: int) -> PagedProblem:
+        """The same problem for so many sequences."""
+        extent = self.problem.extent._replace(B=number)
+        return self._replace(problem=self.problem._replace(extent=extent))
 
 
 def problem_of(problem: CacheProblem) -> PagedProblem:
@@ -66,7 +73,9 @@ def problem_of(problem: CacheProblem) -> PagedProblem:
     sizes = Extent(extent.B, extent.max_seqlen_q, extent.max_seqlen_k, extent.Hq, extent.Hk)
     dense = Problem(packed, sizes, problem.scale, problem.band, problem.softcap, 0.0)
     page_size = extent.page_size if spec.paged else 0
-    return PagedProblem(dense, page_size, spec.cache_dtype, spec.aligned, spec.causal_flags)
+    return PagedProblem(
+        dense, page_size, spec.cache_dtype, spec.aligned, spec.causal_flags, problem.num_splits or 0
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -123,7 +132,7 @@ def decide(target: Target, paged: PagedProblem, num_sms: int, find: Find) -> Ker
     """The kernel that serves a problem without `limits`, and its parameters."""
     features = forward.features_of(paged.problem)
     asked = features._replace(page_box=widest_box(paged.page_size))
-    split = forward.split_of(target, paged.problem, num_sms, asked)
+    split = forward.split_of(target, paged.problem, num_sms, asked, paged.num_splits)
     config = forward.config_of(target, paged.problem, num_sms, asked) if split is None else split.config
     features = features._replace(page_box=widest_box(paged.page_size, config.keys))
     if split is not None:

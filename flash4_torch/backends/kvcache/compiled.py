@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -129,7 +129,7 @@ class Compiled(OnTargets):
             else:
                 launches.append(self._forward(inputs, problem, caches, many, means))
                 if spec.ragged:
-                    few = with_few_tokens(problem)
+                    few = with_few_tokens(problem, most_tokens(self.target(problem), problem))
                     launches.append(self._decode(inputs, few, caches, means))
         index, current_device, new = inputs.q.get_device(), self.current_device, means.new
 
@@ -199,11 +199,21 @@ class Compiled(OnTargets):
     ) -> Launch:
         """The launch of the forward kernel, of sequences with many tokens."""
         target, index = self.target(problem), inputs.q.get_device()
-        kernel = paged.decide(target, many, self.sms(index), self.find(problem))
-        run = paged.sequence(kernel, means.convert, means.workspace, decode.MOST_TOKENS + 1)
         B, Sq, counter = problem.extent.B, problem.extent.max_seqlen_q, self.counters
-        device = inputs.q.device
+        device, least = inputs.q.device, most_tokens(target, problem) + 1
         canonical_k, canonical_v = caches
+
+        @cache
+        def run_of(sequences: int) -> paged.Sequence:
+            """The launch, with tiles of so many sequences with many tokens."""
+            kernel = paged.decide(target, many.of_sequences(sequences), self.sms(index), self.find(problem))
+            return paged.sequence(kernel, means.convert, means.workspace, least)
+
+        def sequences_of(q: Tensor) -> int:
+            """How many sequences are as long as the longest one, if the others have few tokens."""
+            return min(B, -(-q.shape[0] // Sq))
+
+        run_of(sequences_of(inputs.q))
 
         def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
             ends, table, used = x.cu_seqlens_q, x.block_table, x.seqused_k
@@ -214,6 +224,7 @@ class Compiled(OnTargets):
             if used is None:
                 used = constants.even_lengths(device, B, x.k_cache.shape[1])
             caches = canonical_k(x.k_cache), canonical_v(x.v_cache)
+            run = run_of(sequences_of(x.q))
             run(x.q, *caches, table, ends, used, x.sinks, out, lse, counter(index, 1))
 
         return launch
@@ -225,9 +236,10 @@ class Compiled(OnTargets):
         target, extent = self.target(problem), problem.extent
         many = with_many_tokens(problem, target)
         if many is not None:
-            yield from paged.reachable(target, many, decode.MOST_TOKENS + 1)
+            most = most_tokens(target, problem)
+            yield from paged.reachable(target, many, most + 1)
             B, T, Sq, *sizes = extent
-            problem = problem.of_sizes(CacheExtent(B, T, min(Sq, decode.MOST_TOKENS), *sizes))
+            problem = problem.of_sizes(CacheExtent(B, T, min(Sq, most), *sizes))
         yield from ((DECODE, static) for static in reachable(target, problem, num_sms))
 
     # The emulator's backend overrides the following methods.
@@ -338,7 +350,7 @@ def with_many_tokens(problem: CacheProblem, target: Target) -> PagedProblem | No
 
     Its sums depend on its tiles, so with `batch_invariant` there is one kernel for all.
     """
-    if problem.spec.batch_invariant or problem.extent.max_seqlen_q <= decode.MOST_TOKENS:
+    if problem.spec.batch_invariant or problem.extent.max_seqlen_q <= most_tokens(target, problem):
         return None
     if not target.has_pages:
         return None
@@ -346,12 +358,19 @@ def with_many_tokens(problem: CacheProblem, target: Target) -> PagedProblem | No
     return None if paged.limits(target, many) else many
 
 
-def with_few_tokens(problem: CacheProblem) -> CacheProblem:
+def most_tokens(target: Target, problem: CacheProblem) -> int:
+    """Tokens of a sequence up to which the decode kernel serves where the forward could."""
+    if target.split_configs is None:
+        return decode.MOST_TOKENS
+    return max(decode.MOST_ROWS // problem.spec.group, 1)
+
+
+def with_few_tokens(problem: CacheProblem, most: int) -> CacheProblem:
     """The problem without sequences that have many tokens."""
     if not problem.spec.ragged:
         problem = problem._replace(spec=problem.spec._replace(ragged=True))
     B, T, _, *sizes = problem.extent
-    return problem.of_sizes(CacheExtent(B, T, decode.MOST_TOKENS, *sizes))
+    return problem.of_sizes(CacheExtent(B, T, most, *sizes))
 
 
 def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
