@@ -12,7 +12,11 @@ import pytest
 import torch
 from hypothesis import register_random, settings
 
-settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=60)
+from everything import examples
+
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=examples(20, 60)
+)
 settings.register_profile("fresh", deadline=None, print_blob=True, max_examples=60, database=None)
 settings.load_profile("repeatable")
 

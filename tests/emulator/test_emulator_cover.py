@@ -49,7 +49,7 @@ def _runs() -> Iterator[tuple[str, Case]]:
     """Most runs are for sm_100a, as no GPU at hand can run it; elsewhere a few cases try this test, too."""
     others = [target.arch for target in TARGETS.values() if target not in SM80_FAMILY]
     for arch in (*others, *one_of(6, [target.arch for target in SM80_FAMILY])):
-        yield from ((arch, case) for case in one_of(8 if arch == "sm_100a" else len(CASES), CASES))
+        yield from ((arch, case) for case in one_of(12 if arch == "sm_100a" else len(CASES), CASES))
 
 
 def drawn(case: Case) -> Drawn:

@@ -190,7 +190,9 @@ def test_sums_of_float32(D: int, queries: int, varlen: bool) -> None:
     assert torch.equal(dq, (numbers.flatten(-3, -2)[..., at, :D] * 0.3).transpose(-3, -2))
 
 
-@pytest.mark.parametrize(("D", "Dv", "varlen"), one_of(5, [(*heads, v) for heads in HEADS for v in (False, True)]))
+@pytest.mark.parametrize(
+    ("D", "Dv", "varlen"), one_of(5, [(*heads, v) for heads in HEADS for v in (False, True)])
+)
 @given(data=st.data())
 @settings(max_examples=examples(2, 4))
 def test_group_sums(D: int, Dv: int, varlen: bool, data: st.DataObject) -> None:

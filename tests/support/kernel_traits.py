@@ -65,9 +65,7 @@ class Family(NamedTuple):
         return found
 
 
-def few(
-    kernels: Mapping[str, Kernel], *always: str, elsewhere: Iterable[Kernel] = ()
-) -> dict[str, Kernel]:
+def few(kernels: Mapping[str, Kernel], *always: str, elsewhere: Iterable[Kernel] = ()) -> dict[str, Kernel]:
     """The kernels that CI has time for: `always`, and others to cover every setting; or all of them.
 
     elsewhere: kernels of other tests of the same laws, whose settings need no others.
