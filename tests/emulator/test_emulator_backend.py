@@ -236,8 +236,8 @@ BY_MMA_SYNC = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120a", "sm_121a")
 @pytest.mark.parametrize(
     ("arch", "call"),
     [
-        *(("sm_90a", call) for call in one_of(4, list(CALLS))),
-        *(("sm_100a", call) for call in one_of(4, list(CALLS))),
+        *(("sm_90a", call) for call in one_of(6, list(CALLS))),
+        *(("sm_100a", call) for call in one_of(6, ["float mask", *(c for c in CALLS if c != "float mask")])),
         *one_of(3 * len(CALLS) + 4, list(product(BY_MMA_SYNC, CALLS))),
     ],
 )

@@ -105,11 +105,11 @@ GROUPS_OF_MERGES = GROUPS_OF_SPLITS + 2
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
     chosen = [
-        *one_of(501, KEYS),
+        *one_of(len(KEYS), KEYS[::-1]),
         *one_of(131, KEYS_WGMMA),
         *one_of(53, KEYS_IN_GROUPS),
         *one_of(80, KEYS_WITH_MORE),
-        *one_of(701, KEYS_FEW),
+        *one_of(1101, KEYS_FEW),
         *one_of(1001, KEYS_SM80),
     ]
     return compiled_files.codes(chosen, tmp_path_factory)

@@ -611,15 +611,15 @@ def test_a_row_has_the_same_bits_by_wgmma(data: st.DataObject) -> None:
     count, each = len(tokens.q), range(len(tokens.q) + 1)
     whole = tokens.results(data.draw, "sm_90a", kernel, [0, count])
     shared, halves = decode.SHARED_ROWS, [0, count // 2, count]
-    places = "group_in_regs", "q_in_regs", ""
+    places = "", "q_in_regs", "group_in_regs"
     cases = [
         (64, 2, halves, "group_in_regs"),
         (64, 4, halves, "group_in_regs"),
         *((64, cluster, ends, "") for cluster, ends in ((4, each), (2, halves))),
-        *((shared, data.draw(st.integers(1, 2)), halves, place) for place in places),
         *((64, 1, each, place) for place in ("", "group_in_regs")),
+        *((shared, data.draw(st.integers(1, 2)), halves, place) for place in places),
     ]
-    for rows, cluster, ends, place in one_of(4, cases):
+    for rows, cluster, ends, place in one_of(8, cases):
         own = kernel.form._replace(cluster=cluster, **{place: True} if place else {})
         own = own._replace(alone=cluster == 2 and place == "group_in_regs")
         other = Kernel(kernel.features, rows, own)

@@ -84,11 +84,11 @@ def covering() -> list[Kernel]:
     by_features: dict[Features, list[Kernel]] = {}
     for kernel in reachable():
         by_features.setdefault(kernel[0], []).append(kernel)
-    step = 3 if EVERYTHING else 89
+    step = 3 if EVERYTHING else 131
     in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % step == 0]
     packed = (Features("float16", 128, 128, varlen=True), Features("bfloat16", 64, 64, right=True))
     most = [(features, sm90.reachable(features)[-1]) for features in packed]
-    chosen = [*tightest(), *in_turn, *one_of(2, most), *one_of(3, common()), *ramped(), *listed(), ODD]
+    chosen = [*tightest(), *in_turn, *one_of(2, most), *one_of(4, common()), *ramped(), *listed(), ODD]
     return list(dict.fromkeys(chosen))
 
 

@@ -66,8 +66,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
         [
             *one_of(29, KEYS),
             *one_of(7, KEYS_RELEASED_EARLY),
-            *one_of(57, KEYS_SM80),
-            *one_of(155, KEYS_FLOAT32),
+            *one_of(99, KEYS_SM80),
+            *one_of(299, KEYS_FLOAT32[::-1]),
             *one_of(59, KEYS_SIGNED),
         ],
         tmp_path_factory,
