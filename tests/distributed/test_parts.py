@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everything import EVERYTHING, examples
+from everything import examples, one_of
 from flash4_torch import env, testing
 from flash4_torch.backends.compiled import SM90A, SM100A, TARGETS, Target
 from flash4_torch.distributed import ring
@@ -186,7 +186,7 @@ EMULATED: dict[str, tuple[str, Split]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(EMULATED) if EVERYTHING else list(EMULATED)[:2])
+@pytest.mark.parametrize("name", one_of(len(EMULATED), list(EMULATED)))
 def test_by_kernels_in_the_emulator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     monkeypatch.setenv(env.BACKEND.name, "emulator")

@@ -50,7 +50,7 @@ def gradients(results, inputs):
 @pytest.mark.parametrize(
     ("arch", "dtype", "D", "Dv", "flags"),
     one_of(
-        4,
+        8,
         [
             (arch, *call)
             for arch in FAMILIES
@@ -84,7 +84,7 @@ def test_matches_the_exact_result(arch, dtype, D, Dv, flags, B, Sq, Sk, heads):
         testing.assert_close_as_peer(own, want, other)
 
 
-@pytest.mark.parametrize(("arch", "p"), one_of(15, [(arch, p) for arch in ARCHS for p in (0.0, 0.3)]))
+@pytest.mark.parametrize(("arch", "p"), one_of(18, [(arch, p) for arch in ARCHS for p in (0.0, 0.3)]))
 def test_a_module_in_float32_returns_the_weights_by_kernels(arch, p):
     torch.manual_seed(3)
     stock = torch.nn.MultiheadAttention(48, 3, dropout=p, batch_first=True)
@@ -134,7 +134,7 @@ def test_the_architecture_comes_from_the_environment(monkeypatch):
         assert device.arch == arch
 
 
-@pytest.mark.parametrize(("dtype", "launches"), [(torch.bfloat16, 1), (torch.float32, 1)])
+@pytest.mark.parametrize(("dtype", "launches"), one_of(2, [(torch.bfloat16, 1), (torch.float32, 1)]))
 @pytest.mark.parametrize("arch", one_of(2, EACH))
 def test_varlen_is_a_loop(arch, dtype, launches):
     """One launch serves all sequences."""
@@ -188,7 +188,7 @@ def test_what_it_does_not_serve_is_named(monkeypatch, arch, call, word):
         flash4_torch.attention(*inputs, **call)
 
 
-@pytest.mark.parametrize(("arch", "D"), one_of(2, [("sm_90a", 256), ("sm_80", 64), ("sm_120a", 96)]))
+@pytest.mark.parametrize(("arch", "D"), one_of(3, [("sm_90a", 256), ("sm_80", 64), ("sm_120a", 96)]))
 def test_torchs_switch_decides_on_tf32(arch: str, D: int) -> None:
     """It counts when a call is made, on the fast path, too."""
     q, k, v = (x.detach() for x in tensors(torch.float32, 1, 40, 40, 1, 1, D, D))
@@ -217,8 +217,8 @@ CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "float mask": ({"attn_mask": torch.linspace(-2, 2, 90 * 150).view(90, 150).sin().bfloat16()}, 2),
     "dropout": ({"causal": True, "dropout_p": 0.3}, 1),
 }
-# "causal" and "dropout" on Hopper, and one on each of the others.
-EACH_CALL = pytest.mark.parametrize(("arch", "call"), one_of(5, list(product(FAMILIES, CALLS))))
+# "causal" on Hopper, "float mask" on Blackwell, "negative scale" by mma.sync.
+EACH_CALL = pytest.mark.parametrize(("arch", "call"), one_of(10, list(product(FAMILIES, CALLS))))
 SIZES = {"B": 2, "Sq": 90, "Sk": 150, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}
 
 
@@ -236,9 +236,9 @@ BY_MMA_SYNC = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120a", "sm_121a")
 @pytest.mark.parametrize(
     ("arch", "call"),
     [
-        *(("sm_90a", call) for call in one_of(2, list(CALLS))),
-        *(("sm_100a", call) for call in one_of(4, list(CALLS))),
-        *one_of(2 * len(CALLS) + 2, list(product(BY_MMA_SYNC, CALLS))),
+        *(("sm_90a", call) for call in one_of(6, list(CALLS))),
+        *(("sm_100a", call) for call in one_of(6, ["float mask", *(c for c in CALLS if c != "float mask")])),
+        *one_of(3 * len(CALLS) + 4, list(product(BY_MMA_SYNC, CALLS))),
     ],
 )
 def test_the_gpus_own_kernel_runs(arch, call):
@@ -301,7 +301,7 @@ def test_gqa_is_repeated_keys(arch, call):
 
 @pytest.mark.parametrize(
     ("arch", "dtype"),
-    one_of(2, [("sm_86", torch.float32), ("sm_80", torch.float16), ("sm_90a", torch.bfloat16)]),
+    one_of(3, [("sm_90a", torch.bfloat16), ("sm_86", torch.float32), ("sm_80", torch.float16)]),
 )
 @settings(max_examples=examples(3, 9))
 @given(shape=st.tuples(*(st.sampled_from([1, n]) for n in (2, 4, 33, 70))))
@@ -335,7 +335,7 @@ def test_a_shift_of_all_scores_moves_only_lse(arch, shift, causal):
     torch.testing.assert_close(lse + shift, shifted_lse, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("arch", one_of(2, ("sm_100a", "sm_90a", "sm_80", "sm_86")))
+@pytest.mark.parametrize("arch", one_of(4, ("sm_100a", "sm_90a", "sm_80", "sm_86")))
 @settings(max_examples=examples(2, 4))
 @given(
     q_lengths=st.lists(st.integers(0, 140), min_size=1, max_size=4),

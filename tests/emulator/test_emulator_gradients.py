@@ -73,8 +73,8 @@ def gradients(results: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor
 
 @pytest.mark.parametrize(
     ("arch", "name"),
-    # "full" and "gradient of a mask" on Hopper, and one call on each of the others.
-    one_of(13, list(product(ARCHS, CALLS))),
+    # "full" on Hopper, "gradient of a mask" on Blackwell, "bool mask" by mma.sync.
+    one_of(29, list(product(ARCHS, CALLS))),
 )
 def test_gradients(arch: str, name: str) -> None:
     call, launches = CALLS[name]
@@ -105,7 +105,16 @@ def test_gradients(arch: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "schedule", "deterministic"),
-    one_of(7, list(product(ARCHS, ("late", "fuzz"), (False, True)))),
+    # "late" by mma.sync, "fuzz" on Blackwell with sums in order.
+    one_of(
+        11,
+        [
+            (arch, schedule, deterministic)
+            for schedule in ("late", "fuzz")
+            for arch in ("sm_80", "sm_100a", "sm_90a", "sm_86")
+            for deterministic in (False, True)
+        ],
+    ),
 )
 def test_schedules(arch: str, schedule: str, deterministic: bool) -> None:
     """Gradients are the same except for the order of sums; deterministic ones are the same bit for bit."""
@@ -164,7 +173,7 @@ def test_small_gradients_are_one_launch_with_the_bits_of_two(
 @pytest.mark.parametrize(
     ("arch", "dtype", "head"),
     one_of(
-        4,
+        5,
         [
             (arch, dtype, head)
             for dtype, head in ((torch.bfloat16, 0), (torch.bool, 1), (torch.float32, 1))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-from everything import EVERYTHING
+from everything import EVERYTHING, one_of
 from flash4_torch.backends.flex.compiled import has_ramp
 from flash4_torch.flex import ramp, softcap
 from flash4_torch.flex.program import parse
@@ -148,8 +148,6 @@ CALLS = (
     if EVERYTHING
     else [
         ("sm_90a", "distance", "causal", 64),
-        ("sm_90a", "all", "softcap", 128),
-        ("sm_100a", "all", "softcap", 64),
         ("sm_80", "steep", "window", 64),
     ]
 )
@@ -172,7 +170,7 @@ def test_kernels_add_ramps(arch: str, kind: str, options: str, D: int) -> None:
     check_gradients(call, arch, SCHEDULES[1], has_dlse=True)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", one_of(3, ("sm_100a", "sm_90a", "sm_80")))
 def test_heads_of_a_tile_have_their_own_ramps(arch: str) -> None:
     """Few queries: a tile's rows are of several heads."""
     check(_ramped("all", "plain", 64, Sq=3), arch, SCHEDULES[0])
@@ -192,7 +190,7 @@ def test_large_ramps(slope: float) -> None:
     check(call, "sm_90a", SCHEDULES[0])
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", one_of(3, ("sm_100a", "sm_90a", "sm_80")))
 def test_slopes_learn(arch: str) -> None:
     """A mask hides whole rows; slopes get their gradients by score_mod's derivative."""
     torch.manual_seed(2)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from everything import examples
 from flash4_torch.flex.trace import MASK, trace
 from flash4_torch.reference import bounds, programs
 
@@ -127,7 +128,7 @@ def _bounded(function: Value, q: Any, k: Any) -> tuple[bounds.Bounds | None, Ten
     return found, elements
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60, 300))
 @given(mask=masks, q=spans, k=spans)
 def test_each_element_is_between_bounds(mask: Value, q: Any, k: Any) -> None:
     found, elements = _bounded(mask, q, k)
@@ -136,7 +137,7 @@ def test_each_element_is_between_bounds(mask: Value, q: Any, k: Any) -> None:
         assert found.highest.item() or not bool(elements.any())
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60, 300))
 @given(number=numbers, limit=st.integers(-40, 60), q=spans, k=spans)
 def test_numbers_are_between_bounds(number: Value, limit: int, q: Any, k: Any) -> None:
     """What is compared with a number shows where a value's bounds are."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash4_torch
-from everything import EVERYTHING
+from everything import EVERYTHING, one_of
 from flash4_torch.backends.compiled import SM90A, SM100A, Target
 from flash4_torch.distributed import context_parallel_attention, shard_sequence, unshard_sequence
 from flash4_torch.problem import CallOptions
@@ -72,8 +72,10 @@ def check(found: list[Tensor], case: dict[str, Any], state: Tensor | None) -> No
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-@pytest.mark.parametrize("layout, ranks", [("zigzag", 3), ("contiguous", 4)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name, layout, ranks",
+    one_of(3, [(name, *where) for name in CASES for where in (("zigzag", 3), ("contiguous", 4))]),
+)
 def test_hops_of_all_ranks(name: str, layout: str, ranks: int, device: str) -> None:
     case = CASES[name]
     state = torch.tensor([12345, 678]) if "dropout_p" in case else None

@@ -61,8 +61,8 @@ def test_packed_sequences_have_room() -> None:
 @pytest.mark.parametrize(
     ("D", "Dv", "queries", "varlen"),
     [
-        *one_of(3, [(*heads, *rest) for heads, *rest in product(HEADS, (64, 128), (False, True))]),
-        *one_of(3, [(*heads, *rest) for heads, *rest in product(WIDE, (32, 64), (False, True))]),
+        *one_of(7, [(*heads, *rest) for heads, *rest in product(HEADS, (64, 128), (False, True))]),
+        *one_of(7, [(*heads, *rest) for heads, *rest in product(WIDE, (32, 64), (False, True))]),
     ],
 )
 @given(data=st.data())
@@ -137,7 +137,7 @@ def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
     ("D", "Dv", "queries", "order", "varlen"),
     [
         *one_of(
-            5,
+            13,
             [
                 (*heads, *rest)
                 for heads, *rest in product(
@@ -146,7 +146,7 @@ def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
             ],
         ),
         *one_of(
-            3, [(*heads, *rest) for heads, *rest in product(WIDE, (32, 64), ("registers",), (False, True))]
+            7, [(*heads, *rest) for heads, *rest in product(WIDE, (32, 64), ("registers",), (False, True))]
         ),
     ],
 )
@@ -169,8 +169,10 @@ def test_postprocess(D: int, Dv: int, queries: int, order: str, varlen: bool, da
     assert torch.equal(dq, (sums[..., at, :D] * 0.3).to(dtype).transpose(-3, -2))
 
 
-@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize(("D", "queries"), [(64, 64), (40, 64), (136, 64), (192, 32)])
+@pytest.mark.parametrize(
+    ("D", "queries", "varlen"),
+    one_of(3, [(*case, v) for case in ((64, 64), (40, 64), (136, 64), (192, 32)) for v in (False, True)]),
+)
 def test_sums_of_float32(D: int, queries: int, varlen: bool) -> None:
     """They are scaled and stored as float32; `DqBlocks.place` says where each lies."""
     sums_of_D = DqBlocks(D, queries, 2, by_register=True, step=32)
@@ -188,8 +190,9 @@ def test_sums_of_float32(D: int, queries: int, varlen: bool) -> None:
     assert torch.equal(dq, (numbers.flatten(-3, -2)[..., at, :D] * 0.3).transpose(-3, -2))
 
 
-@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize(("D", "Dv"), HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("D", "Dv", "varlen"), one_of(5, [(*heads, v) for heads in HEADS for v in (False, True)])
+)
 @given(data=st.data())
 @settings(max_examples=examples(2, 4))
 def test_group_sums(D: int, Dv: int, varlen: bool, data: st.DataObject) -> None:

@@ -17,9 +17,9 @@ from flash4_torch.compile import Key
 
 pytestmark = pytest.mark.skipif(not cuda13.FOLDER.exists(), reason="make test puts CUDA 13's compiler there")
 
-WEIGHTS = [*one_of(5, test_weights_cubin.KEYS_RELEASED_EARLY), *test_weights_cubin.KEYS[1::24]]
+WEIGHTS = [*one_of(7, test_weights_cubin.KEYS_RELEASED_EARLY), *one_of(2, test_weights_cubin.KEYS[1::24])]
 FORWARD = [Key(test_sm90_cubin.ENTRY, kernel, "sm_90a") for kernel in test_sm90_cubin.common()]
-HOPPER = [*one_of(2, FORWARD), *one_of(2, test_sm90_backward_cubin.common())]
+HOPPER = [*one_of(4, FORWARD), *one_of(4, test_sm90_backward_cubin.common()[::-1])]
 DECODE = [*test_decode_cubin.KEYS, *test_decode_cubin.KEYS_WGMMA]
 OTHERS = [
     *test_sm100_cubin.keys()[:1],

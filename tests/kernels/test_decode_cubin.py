@@ -105,12 +105,12 @@ GROUPS_OF_MERGES = GROUPS_OF_SPLITS + 2
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
     chosen = [
-        *one_of(150, KEYS),
-        *one_of(66, KEYS_WGMMA),
-        *one_of(20, KEYS_IN_GROUPS),
-        *one_of(60, KEYS_WITH_MORE),
-        *one_of(301, KEYS_FEW),
-        *one_of(401, KEYS_SM80),
+        *one_of(len(KEYS), KEYS[::-1]),
+        *one_of(131, KEYS_WGMMA),
+        *one_of(53, KEYS_IN_GROUPS),
+        *one_of(80, KEYS_WITH_MORE),
+        *one_of(1101, KEYS_FEW),
+        *one_of(1001, KEYS_SM80),
     ]
     return compiled_files.codes(chosen, tmp_path_factory)
 

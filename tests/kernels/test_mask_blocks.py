@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-from everything import examples
+from everything import examples, one_of
 from flash4_torch.kernels.aux_kernels.mask_blocks import compile_mask_blocks
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.testing import emulate
@@ -92,7 +92,7 @@ def kinds(plan, mask):
     return [any_in_block(flags) for flags in pairs(plan, mask)]
 
 
-@pytest.mark.parametrize(("arch", "plan"), [*zip(itertools.cycle(ARCHS), PLANS)], ids=str)
+@pytest.mark.parametrize(("arch", "plan"), one_of(3, [*zip(itertools.cycle(ARCHS), PLANS)]), ids=str)
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_tables(arch, plan, data):
@@ -119,8 +119,10 @@ def shown_by(bits, plan, Sk):
     return shown[..., :Sk]
 
 
-@pytest.mark.parametrize("by_pairs", [True, False], ids=("wgmma", "row"))
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.rows * plan.heads == TILE_ROWS], ids=str)
+TILES = [plan for plan in PLANS if plan.rows * plan.heads == TILE_ROWS]
+
+
+@pytest.mark.parametrize(("plan", "by_pairs"), one_of(3, [*itertools.product(TILES, (True, False))]), ids=str)
 @settings(max_examples=examples(3, 8), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_tile_of_scores(by_pairs, plan, data):

@@ -57,7 +57,7 @@ def _features(uses: Sequence[dict[str, object]]) -> Iterator[Features]:
         yield Features(("bfloat16", "float16")[i % 2], D, Dv, varlen=True)._replace(**use)
 
 
-KEYS = list(dict.fromkeys([TIGHT, *one_of(97, list(hopper())), *one_of(37, list(blackwell()))]))
+KEYS = list(dict.fromkeys([TIGHT, *one_of(193, list(hopper())), *one_of(64, list(blackwell()))]))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everything import examples
+from everything import examples, one_of
 from flash4_torch.backends.compiled import MERGE_STATES, SM90A, TARGETS, Target, forward, paged
 from flash4_torch.backends.compiled.paged import PagedProblem
 from flash4_torch.backends.compiled.workspace import Need, Workspace
@@ -189,7 +189,9 @@ def launch(
     assert counter.item() == 0
 
 
-@pytest.mark.parametrize("target", [TARGETS["sm_90a"], TARGETS["sm_100a"]], ids=["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    "target", one_of(2, [TARGETS["sm_90a"], TARGETS["sm_100a"]]), ids=lambda target: target.arch
+)
 @given(page_size=st.sampled_from([16, 48, 64, 256]), strided=st.booleans())
 @settings(max_examples=examples(2, 8))
 def test_results_are_right(target: Target, page_size: int, strided: bool) -> None:

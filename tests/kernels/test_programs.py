@@ -155,8 +155,7 @@ def check_all(cases: dict[str, Case], scores: Tensor, arch: str, packed: bool) -
         torch.testing.assert_close(x, expected(case, scores, packed), rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["one head", "packed heads"])
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("arch", "packed"), one_of(3, [(arch, p) for arch in ARCHS for p in (False, True)]))
 def test_every_spelling_is_torchs(arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     whole = torch.linspace(-1.2, 1.7, 20 * 25)

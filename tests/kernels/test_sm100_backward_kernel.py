@@ -96,7 +96,7 @@ STATICS = {
     ),
     "wide, everything": static(256, 256, (), **EVERYTHING, **{**WIDE, "half_block_stages": 2}),
 }
-FEW = few(STATICS, "full", "causal", "widest")
+FEW = few(STATICS, "full", "causal", "pair, in order", "widest")
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -134,12 +134,13 @@ def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
     blind_rows_are_zero(STATICS[name])
 
 
+@pytest.mark.parametrize("name", of_few(FEW, ["varlen", "varlen, everything"]))
 @pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
-def test_sequences_do_not_see_their_neighbours(poison: float) -> None:
-    sequences_are_alone(STATICS["varlen"], poison)
+def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
+    sequences_are_alone(STATICS[name], poison)
 
 
-@pytest.mark.parametrize("p, state", [(0.25, (5, 7)), (0.7, (5, 7, 32, 48, 3, 8, 2))])
+@pytest.mark.parametrize("p, state", one_of(2, [(0.7, (5, 7, 32, 48, 3, 8, 2)), (0.25, (5, 7))]))
 def test_dropout_keeps_the_weights_that_the_reference_keeps(p: float, state: tuple[int, ...]) -> None:
     """One-hot values make the output the weights themselves, in a part of a larger call, too."""
     features, config = STATICS["dropout"]

@@ -21,6 +21,7 @@ from kernel_runs import (
 from kernel_traits import few, of_few
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+import test_sm90_backward_kernel
 
 static = partial(static_of, Sm90Backward)
 ALONE = {"role_split": True, "dq_passes": 2, "do_stages": 1}
@@ -67,7 +68,14 @@ STATICS = {
         192, 128, (64,), mask="bool", dropout=True, deterministic=True, **SOFTCAP, **WINDOW, **PAIR
     ),
 }
-FEW = few(STATICS, "pair, full")
+FEW = few(
+    STATICS,
+    "pair, full",
+    "pair, apart",
+    "pair, in order, inside",
+    "in order, packed",
+    elsewhere=test_sm90_backward_kernel.FEW.values(),
+)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -79,7 +87,7 @@ def test_values(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3])
-@pytest.mark.parametrize("name", ["pair, full", "pair, causal"])
+@pytest.mark.parametrize("name", of_few(FEW, ["pair, full", "pair, causal"]))
 def test_pairs_draw_every_tile_once(name: str, tiles: int) -> None:
     every_tile_is_drawn_once(STATICS[name], tiles)
 
@@ -91,7 +99,7 @@ def test_sums_have_an_order(name: str) -> None:
     sums_have_an_order(STATICS[name])
 
 
-@pytest.mark.parametrize("name", of_few(FEW, ["pair, window", "pair, everything"]))
+@pytest.mark.parametrize("name", of_few(FEW, ["pair, window", "pair, everything", "in order, packed"]))
 def test_keys_that_nobody_sees_have_no_gradient(name: str) -> None:
     unseen_keys_have_no_gradient(STATICS[name])
 

@@ -9,13 +9,14 @@ import torch
 
 import compiled_files
 import cubin
-from everything import EVERYTHING
+from everything import EVERYTHING, one_of
 from flash4_torch.compile import Key
-from flash4_torch.configs import sm90
+from flash4_torch.configs import sm90, sm90_splits
 from flash4_torch.configs.sizes import Sizes
 from flash4_torch.configs.types import Features, Mods, Sm90Forward
 from flash4_torch.flex.attention import traced
 from flex_mods import Mod
+from kernel_traits import few
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -64,37 +65,50 @@ def room(kernel: Kernel) -> int:
     return sm90.available_registers(features, config) - sm90.registers(features, config)
 
 
-def is_tight(kernel: Kernel) -> bool:
-    """Whether the kernel is close to its registers; the others are compiled only where all cases run."""
-    return EVERYTHING or room(kernel) < 16
-
-
 def tightest() -> list[Kernel]:
-    """Kernels with the fewest free registers, one for each config; their Sk may end inside a tile."""
+    """Kernels with the fewest free registers, one for each config; their Sk may end inside a tile. Without
+    FLASH4_TEST_ALL a few that have every setting.
+    """
     by_config: dict[Sm90Forward, list[Kernel]] = {}
     for kernel in reachable():
         if kernel[1].ragged_k:
             by_config.setdefault(kernel[1], []).append(kernel)
-    return [min(group, key=room) for group in by_config.values()]
+    found = [min(group, key=room) for group in by_config.values()]
+    return list(few({str(kernel): kernel for kernel in found}).values())
 
 
 def covering() -> list[Kernel]:
-    """Selected kernels: those of `tightest`, and for some features of each head size one by turns."""
+    """Selected kernels: those of `tightest`, for some features of each head size one by turns, and kinds that
+    have a name.
+    """
     by_features: dict[Features, list[Kernel]] = {}
     for kernel in reachable():
         by_features.setdefault(kernel[0], []).append(kernel)
-    step = 3 if EVERYTHING else 24
+    step = 3 if EVERYTHING else 131
     in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % step == 0]
-    packed = (Features("bfloat16", 64, 64, right=True), Features("float16", 128, 128, varlen=True))
+    packed = (Features("float16", 128, 128, varlen=True), Features("bfloat16", 64, 64, right=True))
     most = [(features, sm90.reachable(features)[-1]) for features in packed]
-    chosen = [*filter(is_tight, tightest()), *in_turn, *most, *common(), *ramped(), *listed(), ODD]
-    return list(dict.fromkeys(chosen))
+    named = [*one_of(2, most), *one_of(4, common()), *one_of(3, split()), *ramped(), *listed(), ODD]
+    return list(dict.fromkeys([*tightest(), *in_turn, *named]))
 
 
 def common() -> list[Kernel]:
     """What most calls ask for: long sequences, causal and full."""
     all_features = [Features("bfloat16", D, D)._replace(**uses) for D in (64, 128) for uses in (CAUSAL, {})]
     return [(features, sm90.forward(features, Sizes(8192, 8192))) for features in all_features]
+
+
+def split() -> list[Kernel]:
+    """Splits of keys: next to half blocks ptxas serialised wgmmas."""
+    every = [
+        (64, {**CAUSAL, "softcap": True, "scaled": True, "sinks": "bfloat16"}),
+        (96, {}),
+        (128, {**WINDOW, "varlen": True, "page_box": 16}),
+        (192, CAUSAL),
+        (256, WINDOW),
+    ]
+    all_features = [Features("bfloat16", D, D)._replace(**uses) for D, uses in every]
+    return [(f._replace(splits=True), config) for f in all_features for config in sm90_splits.reachable(f, 1)]
 
 
 def ramped() -> list[Kernel]:
@@ -115,7 +129,7 @@ def ramped() -> list[Kernel]:
         features = Features("bfloat16", D, D, mods=mods)._replace(**uses)
         widest = [config for config in sm90.reachable(features) if config.warpgroups == 3]
         found += [(features, config) for config in (widest[0], widest[-1])]
-    return found if EVERYTHING else found[:3]
+    return one_of(len(found), found)
 
 
 def listed() -> list[Kernel]:
@@ -124,7 +138,7 @@ def listed() -> list[Kernel]:
     """
     few = Features("bfloat16", 192, 192, mask="bool", right=True)
     found = [(few, sm90.forward(few, Sizes(64, 8192)))]
-    for D in (64, 96, 128, 192, 256) if EVERYTHING else (64, 128):
+    for D in one_of(5, (128, 64, 96, 192, 256)):
         lists, mask = (Features("bfloat16", D, D)._replace(**x) for x in ({"mods": BLOCKS}, {"mask": "bool"}))
         found.append((mask, sm90.forward(lists, Sizes(8192, 8192))))
     return found
@@ -163,8 +177,9 @@ def test_wgmmas_overlap(compiled: dict[Kernel, cubin.Code]) -> None:
 
 def test_the_table_is_covered() -> None:
     kernels = covering()
-    assert {config for _, config in filter(is_tight, tightest())} <= {config for _, config in kernels}
-    assert {f.mask for f, _ in kernels} == {"", "bool", "bfloat16", "float16", "float32"}
+    assert {config for _, config in tightest()} <= {config for _, config in kernels}
+    masks = {f.mask for f, _ in kernels}
+    assert masks == {"", "bool", "bfloat16", "float16", "float32"} if EVERYTHING else masks > {"", "bool"}
     for name in ("varlen", "left", "right", "softcap", "dropout"):
         assert {getattr(features, name) for features, _ in kernels} == {False, True}
     for name in ("pingpong", "next_tile", "k_ahead", "half_block", "lazy_rescale", "o_over_q"):

@@ -64,11 +64,11 @@ KEYS_SIGNED = [
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
     return compiled_files.codes(
         [
-            *one_of(16, KEYS),
-            *one_of(6, KEYS_RELEASED_EARLY),
-            *one_of(32, KEYS_SM80),
-            *one_of(71, KEYS_FLOAT32),
-            *one_of(19, KEYS_SIGNED),
+            *one_of(29, KEYS),
+            *one_of(7, KEYS_RELEASED_EARLY),
+            *one_of(99, KEYS_SM80),
+            *one_of(299, KEYS_FLOAT32[::-1]),
+            *one_of(59, KEYS_SIGNED),
         ],
         tmp_path_factory,
     )

@@ -60,6 +60,10 @@ KERNELS = {
     )
     for arch in ("sm_90a", "sm_100a", *one_of(2, BY_MMA_SYNC))
 }
+# CI runs Blackwell's, whose exp2 is partly a polynomial.
+EACH_ARCH = pytest.mark.parametrize(
+    "arch", one_of(len(KERNELS), ["sm_100a", *(arch for arch in KERNELS if arch != "sm_100a")])
+)
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ def test_poison_reaches_what_attends_to_it(backend: str) -> None:
     law()
 
 
-@pytest.mark.parametrize("arch", KERNELS)
+@EACH_ARCH
 def test_poison_reaches_what_attends_to_it_in_kernels(arch: str) -> None:
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
@@ -209,7 +213,7 @@ def test_poison_reaches_what_attends_to_it_in_kernels(arch: str) -> None:
     law()
 
 
-@pytest.mark.parametrize("arch", KERNELS)
+@EACH_ARCH
 def test_every_column_of_a_block_carries_poison(arch: str) -> None:
     """Columns whose exp2 is the polynomial do so, too, though it would take NaN for a masked key."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from itertools import combinations, product
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,7 +14,6 @@ from kernel_calls import Kernel
 Pair = tuple[str, str]
 Name = TypeVar("Name")
 
-_SIZES = ("dtype", "D", "Dv")
 _FLAGS = ("varlen", "left", "right", "softcap", "dropout")
 
 
@@ -65,10 +65,14 @@ class Family(NamedTuple):
         return found
 
 
-def few(kernels: Mapping[str, Kernel], *always: str) -> dict[str, Kernel]:
-    """The kernels that CI has time for: `always`, and others to cover every setting; or all of them."""
-    settings = {name: {(setting,) for setting in _settings(kernel)} for name, kernel in kernels.items()}
+def few(kernels: Mapping[str, Kernel], *always: str, elsewhere: Iterable[Kernel] = ()) -> dict[str, Kernel]:
+    """The kernels that CI has time for: `always`, and others to cover every setting; or all of them.
+
+    elsewhere: kernels of other tests of the same laws, whose settings need no others.
+    """
+    settings = {name: set(_settings(kernel)) for name, kernel in kernels.items()}
     met = {setting for name in always for setting in settings[name]}
+    met |= {setting for kernel in elsewhere for setting in _settings(kernel)}
     chosen = kernels if EVERYTHING else [*always, *chosen_to_cover({n: s - met for n, s in settings.items()})]
     return {name: kernel for name, kernel in kernels.items() if name in chosen}
 
@@ -79,12 +83,15 @@ def of_few(kernels: Mapping[str, Kernel], names: Sequence[str]) -> list[str]:
 
 
 def _settings(kernel: Kernel) -> Iterator[str]:
-    """The fields of features and config that differ from their defaults."""
+    """The fields of features and config that are not at their defaults. A number or a dtype is one setting,
+    whatever it is.
+    """
     features, _ = kernel
     for part in kernel:
-        for name, value in zip(part._fields, part, strict=True):
-            if name not in _SIZES and value != part._field_defaults.get(name):
-                yield f"{name}={value}"
+        for name, default in part._field_defaults.items():
+            value = getattr(part, name)
+            if value != default:
+                yield f"{name}={value}" if isinstance(value, Enum) or value == "bool" else name
     yield "wide" if max(features.D, features.Dv) > 128 else "narrow"
     if features.D != features.Dv:
         yield "unequal heads"
