@@ -75,7 +75,7 @@ def _measured() -> list[dict[str, Any]]:
 
 
 def test_measured_calls_take_what_won_there() -> None:
-    """Within a sixth; an H200 has run all rows and several numbers of splits of each."""
+    """The choice is within a sixth; an H200 has run all rows and several numbers of splits of each."""
     for cell in _measured():
         (Hq, Hk, D), B, Sq, Sk = cell["heads"], cell["B"], cell["Sq"], cell["Sk"]
         sizes = Sizes(Sq, Sk, Hq // Hk, end_masked=True, heads=B * Hk, num_sms=NUM_SMS)
@@ -148,7 +148,7 @@ class _Always:
 
 
 def test_caches_are_split() -> None:
-    """By the kernel in the emulator, in pages, whatever is in memory before."""
+    """The kernel reads pages in the emulator, whatever is in memory before."""
     emulate = pytest.importorskip("flash4_torch.testing.emulate")
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     from flash4_torch.backends.compiled import forward
