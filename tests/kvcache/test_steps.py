@@ -125,8 +125,13 @@ def test_no_step_needs_another_kernel(
         for n, Sq, Sk in sizes:
             Sq, Sk = min(Sq, most_tokens), coarse_bound(min(Sk, most_keys))
             B = min(n, most_tokens)
-            problem = step.of_sizes(CacheExtent(B, max(B, Sq), Sq, Sk, Hq, Hk, page_size))
-            assert backend.prepare(inputs, problem, None) is not None
+            least = max(B, Sq)
+            for T in {least, (least + B * Sq) // 2, B * Sq}:
+                problem = step.of_sizes(CacheExtent(B, T, Sq, Sk, Hq, Hk, page_size))
+                # Tokens that overlap take little memory.
+                room = torch.zeros(8 * T + Hq * layer.D, dtype=layer.dtype)
+                q = room.as_strided((T, Hq, layer.D), (8, layer.D, 1))
+                assert backend.prepare(inputs._replace(q=q), problem, None) is not None
         assert {static for _, static in backend.found} <= prepared
     assert len(prepared) <= 150
 

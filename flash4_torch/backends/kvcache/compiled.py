@@ -122,16 +122,16 @@ class Compiled(OnTargets):
         Hq, Dv, dtype = extent.Hq, spec.Dv, spec.dtype
         caches = _canonical(inputs.k_cache), _canonical(inputs.v_cache)
         launches: list[Launch] = []
+        index = inputs.q.get_device()
         if extent.B and extent.T and extent.max_seqlen_q:
             many = with_many_tokens(problem, self.target(problem))
             if many is None:
-                launches.append(self._decode(inputs, problem, caches, means))
+                launches.append(self._decode(index, problem, caches, means, extent.max_seqlen_q))
             else:
                 launches.append(self._forward(inputs, problem, caches, many, means))
                 if spec.ragged:
-                    few = with_few_tokens(problem, most_tokens(self.target(problem), problem))
-                    launches.append(self._decode(inputs, few, caches, means))
-        index, current_device, new = inputs.q.get_device(), self.current_device, means.new
+                    launches.append(self._decode_others(inputs, problem, caches, means))
+        current_device, new = self.current_device, means.new
 
         def launch(x: CacheInputs, out: Tensor | None) -> tuple[Tensor, Tensor]:
             if current_device() != index:
@@ -145,12 +145,35 @@ class Compiled(OnTargets):
 
         return launch
 
-    def _decode(
+    def _decode_others(
         self, inputs: CacheInputs, problem: CacheProblem, caches: tuple[View, View], means: Means
     ) -> Launch:
-        """The launch that splits keys, of sequences with up to max_seqlen_q tokens."""
-        spec, extent, index = problem.spec, problem.extent, inputs.q.get_device()
-        kernel = decide(self.target(problem), problem, self.sms(index))
+        """The launch of the decode kernel next to the forward's, of sequences with few tokens."""
+        most, index = most_tokens(self.target(problem), problem), inputs.q.get_device()
+        few = with_few_tokens(problem, most)
+
+        @cache
+        def launch_of(usual: int) -> Launch:
+            return self._decode(index, few, caches, means, usual)
+
+        def usual_of(q: Tensor) -> int:
+            """Tokens of each if all have as many, or more that fill a tile of the same rows."""
+            long, group = _longest_sequences(problem, q.shape[0]), problem.spec.group
+            tokens = max(q.shape[0] - long * problem.extent.max_seqlen_q, 1)
+            each = -(-tokens // max(problem.extent.B - long, 1))
+            return min(max(decode.rows(each, group) // group, 1), most)
+
+        launch_of(usual_of(inputs.q))
+        return lambda x, out, lse: launch_of(usual_of(x.q))(x, out, lse)
+
+    def _decode(
+        self, index: int, problem: CacheProblem, caches: tuple[View, View], means: Means, usual: int
+    ) -> Launch:
+        """The launch that splits keys, of sequences with up to max_seqlen_q tokens, most of which have no
+        more than `usual`.
+        """
+        spec, extent = problem.spec, problem.extent
+        kernel = decide(self.target(problem), problem, self.sms(index), usual)
         function = self.find(problem)(DECODE, (kernel.features, kernel.rows, kernel.form))
         form, params = kernel.form, means.convert(params_of(problem, kernel))
         parts, Hq, columns = kernel.parts, extent.Hq, decode.part_columns(spec.Dv)
@@ -209,11 +232,7 @@ class Compiled(OnTargets):
             kernel = paged.decide(target, many.of_sequences(sequences), self.sms(index), self.find(problem))
             return paged.sequence(kernel, means.convert, means.workspace, least)
 
-        def sequences_of(q: Tensor) -> int:
-            """How many sequences are as long as the longest one, if the others have few tokens."""
-            return min(B, -(-q.shape[0] // Sq))
-
-        run_of(sequences_of(inputs.q))
+        run_of(_longest_sequences(problem, inputs.q.shape[0]))
 
         def launch(x: CacheInputs, out: Tensor, lse: Tensor) -> None:
             ends, table, used = x.cu_seqlens_q, x.block_table, x.seqused_k
@@ -224,7 +243,7 @@ class Compiled(OnTargets):
             if used is None:
                 used = constants.even_lengths(device, B, x.k_cache.shape[1])
             caches = canonical_k(x.k_cache), canonical_v(x.v_cache)
-            run = run_of(sequences_of(x.q))
+            run = run_of(_longest_sequences(problem, x.q.shape[0]))
             run(x.q, *caches, table, ends, used, x.sinks, out, lse, counter(index, 1))
 
         return launch
@@ -373,19 +392,28 @@ def with_few_tokens(problem: CacheProblem, most: int) -> CacheProblem:
     return problem.of_sizes(CacheExtent(B, T, most, *sizes))
 
 
-def decide(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
-    """The kernel, and how it divides the keys; the number of tokens has no say."""
-    B, _, *sizes = problem.extent
-    return _decided(target, problem.of_sizes(CacheExtent(B, 0, *sizes)), num_sms)
+def _longest_sequences(problem: CacheProblem, T: int) -> int:
+    """How many sequences of T tokens are as long as the longest one, if the others have few."""
+    return min(max(T // problem.extent.max_seqlen_q, 1), problem.extent.B)
+
+
+def decide(target: Target, problem: CacheProblem, num_sms: int, usual: int | None = None) -> Kernel:
+    """The kernel, and how it divides the keys; the number of all tokens has no say.
+
+    usual: tokens that most sequences have at most, for which it is fast; by default `max_seqlen_q`.
+    """
+    B, _, most, *sizes = problem.extent
+    return _decided(target, problem.of_sizes(CacheExtent(B, 0, most, *sizes)), num_sms, usual or most)
 
 
 @lru_cache(maxsize=4096)
-def _decided(target: Target, problem: CacheProblem, num_sms: int) -> Kernel:
+def _decided(target: Target, problem: CacheProblem, num_sms: int, usual: int) -> Kernel:
     spec, features = problem.spec, features_of(problem)
-    form, rows = _form_and_rows(target, problem, features)
+    form, rows = _form_and_rows(target, problem, features, usual)
+    likely = problem.of_sizes(problem.extent._replace(max_seqlen_q=usual))
     if form.wgmma:
-        rows = _wgmma_rows(problem, features, form, num_sms)
-    work = _work_of(problem, features, form, rows, num_sms)
+        rows = _wgmma_rows(likely, features, form, num_sms)
+    work = _work_of(likely, features, form, rows, num_sms)
     if spec.batch_invariant:
         sizes = decode.group_clusters(features, form, rows)
         shares, split_keys = decode_shares.group_shares(work, sizes), decode.SPLIT_KEYS
@@ -408,35 +436,49 @@ def reachable(
     # From some tokens on, all tiles have the most rows, and the bound to the right masks something.
     enough = decode.SHARED_ROWS + max(right or 0, 0) + 2
     for tokens in {*range(1, min(Sq, enough) + 1), Sq}:
-        for keys in {Sk, Sk if left is None else min(max(left + 1, 1), Sk)}:
-            one, all_, short = (
-                problem.of_sizes(CacheExtent(n, 0, tokens, k, *heads))
-                for n, k in ((1, keys), (B, keys), (1, 1))
-            )
-            features = features_of(one)
-            form, rows = _form_and_rows(target, one, features)
-            both = {rows}
-            if form.wgmma:
-                both = {_wgmma_rows(each, features, form, num_sms) for each in (short, all_)}
-            for rows in both:
-                work = _work_of(one, features, form, rows, num_sms)
-                if spec.batch_invariant:
-                    sizes = decode.group_clusters(features, form, rows)
-                    shares = decode_shares.possible_group_shares(work, sizes)
-                else:
-                    shares = decode_shares.possible_shares(work)
-                may_be_many = {False, _has_many_blocks(_work_of(all_, features, form, rows, num_sms))}
-                for (cluster, has_parts, alone), has_many in product(sorted(shares), sorted(may_be_many)):
-                    own = form._replace(cluster=cluster, parts=has_parts, alone=alone)
-                    found[features, rows, decode.with_blocks(features, own, rows, has_many)] = None
+        # Tiles with fewer rows are for fewer tokens that most sequences have.
+        fewer = {max(rows // spec.group, 1) for rows in decode.ROWS if rows < tokens * spec.group}
+        for keys, usual in product({Sk, Sk if left is None else min(max(left + 1, 1), Sk)}, {tokens, *fewer}):
+            whole = problem.of_sizes(CacheExtent(B, 0, tokens, keys, *heads))
+            found.update(dict.fromkeys(_reachable(target, whole, usual, num_sms)))
     return iter(found)
 
 
-def _form_and_rows(target: Target, problem: CacheProblem, features: Features) -> tuple[DecodeForm, int]:
-    """The form of CTAs that share nothing, and the rows of a tile, which warpgroup MMAs may change."""
+def _reachable(
+    target: Target, problem: CacheProblem, usual: int, num_sms: int
+) -> Iterator[tuple[Features, int, DecodeForm]]:
+    """The same for these bounds on tokens and keys, up to so many sequences, and `usual` tokens."""
+    features, (B, _, _, keys, *heads) = features_of(problem), problem.extent
+    one, all_, short = (
+        problem.of_sizes(CacheExtent(n, 0, usual, k, *heads)) for n, k in ((1, keys), (B, keys), (1, 1))
+    )
+    form, rows = _form_and_rows(target, problem, features, usual)
+    both = {rows}
+    if form.wgmma:
+        both = {_wgmma_rows(each, features, form, num_sms) for each in (short, all_)}
+    for rows in both:
+        work = _work_of(one, features, form, rows, num_sms)
+        if problem.spec.batch_invariant:
+            sizes = decode.group_clusters(features, form, rows)
+            shares = decode_shares.possible_group_shares(work, sizes)
+        else:
+            shares = decode_shares.possible_shares(work)
+        may_be_many = {False, _has_many_blocks(_work_of(all_, features, form, rows, num_sms))}
+        for (cluster, has_parts, alone), has_many in product(sorted(shares), sorted(may_be_many)):
+            own = form._replace(cluster=cluster, parts=has_parts, alone=alone)
+            yield features, rows, decode.with_blocks(features, own, rows, has_many)
+
+
+def _form_and_rows(
+    target: Target, problem: CacheProblem, features: Features, usual: int
+) -> tuple[DecodeForm, int]:
+    """The form of CTAs that share nothing, and the rows of a tile, which warpgroup MMAs may change.
+
+    A tile has room for the rows of `usual` tokens, and a sequence with more several tiles.
+    """
     spec, tokens = problem.spec, problem.extent.max_seqlen_q
     form = form_of(problem)._replace(gpu=target.decode)
-    rows = decode.rows(tokens, spec.group, _row_choice(problem, features, form))
+    rows = decode.rows(usual, spec.group, _row_choice(problem, features, form))
     wgmma = target.has_wgmma and decode.may_use_wgmma(form, rows, spec.group, spec.batch_invariant)
     few_rows = decode.has_few_rows(rows, tokens * spec.group)
     return form._replace(groups=spec.batch_invariant, wgmma=wgmma, few_rows=few_rows), rows
