@@ -93,6 +93,20 @@ def test_sequences_with_few_queries_are_left_alone(kernel: Kernel, least: int) -
             assert found.out[rows].isnan().all() and found.lse[:, rows].isnan().all()
 
 
+@EACH_KERNEL
+def test_long_sequences_are_found_among_many(kernel: Kernel) -> None:
+    """Of 70 sequences those that a launch leaves alone take no tiles, wherever they are."""
+    lengths = [40 if b in (3, 33, 34, 69) else b % 3 for b in range(70)]
+    paged = in_pages(drawn(kernel, Hk=1, lengths=(tuple(lengths), (33,) * 70)), 32)
+    whole, found = run_paged(kernel, paged), run_paged(kernel, paged, min_seqlen_q=3, schedule="fuzz")
+    is_served = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths)) == 40
+    assert torch.equal(found.out[is_served], whole.out[is_served])
+    assert torch.equal(found.lse[:, is_served], whole.lse[:, is_served])
+    assert found.out[~is_served].isnan().all() and found.lse[:, ~is_served].isnan().all()
+    nothing = run_paged(kernel, paged, min_seqlen_q=41)
+    assert nothing.out.isnan().all() and nothing.lse.isnan().all()
+
+
 @pytest.mark.parametrize("what", ["pages", "heads"])
 @pytest.mark.parametrize("kernel", [*EACH, STATICS["whole rows"]], ids=["sm_90a", "sm_100a", "whole rows"])
 def test_pages_and_heads_may_be_far_apart(kernel: Kernel, what: Literal["pages", "heads"]) -> None:

@@ -14,6 +14,7 @@ from cutlass import Boolean, Float32, Int32, Uint32
 from .. import attn_mask, mods, ring, tile_scheduler
 from ..band import Band, Span, make_band, visible_span
 from ..ring import Cursor, Ring
+from ..warps import WARP
 from .context import ForwardContext
 from .plan import ForwardPlan
 
@@ -57,7 +58,9 @@ class Shape(NamedTuple):
 @cute.jit
 def shape(ctx: ForwardContext) -> Shape:
     (group, _), _, Hk, B = ctx.maps.mQ.shape
-    if cutlass.const_expr(ctx.plan.features.varlen):
+    if cutlass.const_expr(ctx.plan.paged):
+        B = _count_served(ctx)
+    elif cutlass.const_expr(ctx.plan.features.varlen):
         B = ctx.cu_seqlens_q.shape[0] - 1
     blocks = Uint32(cute.ceil_div(ctx.params.max_seqlen, ctx.plan.queries))
     head_blocks = Uint32(cute.ceil_div(group, ctx.plan.pack_gqa))
@@ -93,9 +96,9 @@ def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> T
     q_offset, k_offset = Int32(0), Int32(0)
     Sq, Sk = ctx.maps.mQ.shape[0][1], ctx.maps.mK.shape[0]
     if cutlass.const_expr(ctx.plan.paged):
+        b = _served_sequence(ctx, b)
         q_offset = ctx.cu_seqlens_q[b]
         Sq, Sk = ctx.cu_seqlens_q[b + 1] - q_offset, _keys_in_pages(ctx, b)
-        Sq = Sq if Sq >= ctx.pages.min_seqlen_q else Int32(0)
     elif cutlass.const_expr(ctx.plan.features.varlen):
         q_offset, k_offset = ctx.cu_seqlens_q[b], ctx.cu_seqlens_k[b]
         Sq, Sk = ctx.cu_seqlens_q[b + 1] - q_offset, ctx.cu_seqlens_k[b + 1] - k_offset
@@ -114,6 +117,38 @@ def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> T
         Sk,
         split,
     )
+
+
+@cute.jit
+def _served_among(ctx: ForwardContext, first: Int32) -> Int32:
+    """Which of 32 sequences from `first` on this launch serves, a bit each; the others have no tiles."""
+    b, serves = first + cute.arch.lane_idx(), Boolean(False)
+    if b < ctx.cu_seqlens_q.shape[0] - 1:
+        queries = ctx.cu_seqlens_q[b + 1] - ctx.cu_seqlens_q[b]
+        serves = queries >= cutlass.max(ctx.pages.min_seqlen_q, 1)
+    return Int32(cute.arch.vote_ballot_sync(serves))
+
+
+@cute.jit
+def _count_served(ctx: ForwardContext) -> Int32:
+    count = Int32(0)
+    for first in cutlass.range(0, ctx.cu_seqlens_q.shape[0] - 1, WARP, unroll=1):
+        count = count + cute.arch.popc(_served_among(ctx, first))
+    return count
+
+
+@cute.jit
+def _served_sequence(ctx: ForwardContext, number: Int32) -> Int32:
+    """The index of a sequence among all, by its number among those that are served."""
+    first, served = Int32(0), _served_among(ctx, Int32(0))
+    count = cute.arch.popc(served)
+    while number >= count:
+        number, first = number - count, first + WARP
+        served = _served_among(ctx, first)
+        count = cute.arch.popc(served)
+    before = cute.arch.popc(served & Int32(cute.arch.lanemask_lt()))
+    is_it = (served >> cute.arch.lane_idx() & 1 == 1) & (before == number)
+    return first + cute.arch.popc(Int32(cute.arch.vote_ballot_sync(is_it)) - 1)
 
 
 @cute.jit
