@@ -44,7 +44,7 @@ def run(
     plan: MergePlan,
     outs: tuple[Tensor, ...],
     lses: tuple[Tensor, ...],
-    sequences: tuple[Tensor, int, int] | None = None,
+    sequences: tuple[Tensor, int] | None = None,
     **schedule: Any,
 ) -> tuple[Tensor, Tensor]:
     """A launch into memory full of NaN; raises for whatever the emulator finds wrong."""
@@ -90,7 +90,7 @@ def test_results_are_those_over_all_keys(arch: str, plan: MergePlan, data: st.Da
         outs, lses = tuple(x[:, 0] for x in outs), tuple(x[:, 0] for x in lses)
         rows = outs[0].shape[1]
         middle = data.draw(st.integers(0, rows))
-        sequences = torch.tensor([0, middle, rows], dtype=torch.int32), max(middle, rows - middle), 0
+        sequences = torch.tensor([0, middle, rows], dtype=torch.int32), 0
     out, lse = run(arch, plan, outs, lses, sequences, schedule="late")
     exact_lse = torch.cat(lses).double().logsumexp(0)
     weights = (torch.cat(lses).double() - exact_lse.where(exact_lse.isfinite(), 0.0)).exp()
@@ -119,9 +119,9 @@ def test_one_part_with_keys_is_the_result(arch: str) -> None:
 def test_rows_of_short_sequences_and_of_none_are_left_alone(arch: str) -> None:
     plan = PLANS[-1]
     outs, lses = torch.randn(3, 12, 2, plan.Dv), torch.randn(3, 2, 12)
-    sequences = torch.tensor([1, 3, 3, 10], dtype=torch.int32), 7, 3
+    sequences = torch.tensor([1, 3, 3, 10], dtype=torch.int32), 3
     out, lse = run(arch, plan, (outs,), (lses,), sequences)
-    whole = torch.tensor([0, 12], dtype=torch.int32), 12, 0
+    whole = torch.tensor([0, 12], dtype=torch.int32), 0
     every_out, every_lse = run(arch, plan, (outs,), (lses,), whole)
     assert torch.equal(out[3:10], every_out[3:10]) and torch.equal(lse[:, 3:10], every_lse[:, 3:10])
     for others in (slice(0, 3), slice(10, 12)):

@@ -161,7 +161,7 @@ def _merge(device: emulate.Device, features: Features, call: Call, parts: Result
     sequences = None
     if features.varlen:
         ends = torch.tensor([0, *torch.tensor(call.lengths[0]).cumsum(0)], dtype=torch.int32)
-        sequences = ends, max(call.lengths[0]), 0
+        sequences = ends, 0
     out = results.out.transpose(1, 2) if call.order[1] and results.out.dim() == 4 else results.out
     plan = MergePlan("float32", features.Dv, 1, features.dtype, features.varlen, lanes=4)
     touched = (*parts, out, results.lse, *([] if sequences is None else sequences[:1]))

@@ -131,7 +131,7 @@ def sequence(
         run(function, x, written, tile_counter, read_mask(x.attn_mask), params)
         if splits is not None:
             ends = x.cu_seqlens_q
-            sequences = None if ends is None else (lengths(ends), kernel.params.max_seqlen, 0)
+            sequences = None if ends is None else (lengths(ends), 0)
             splits.merge((written.out,), (written.lse,), results.out, results.lse, sequences)
         return results
 

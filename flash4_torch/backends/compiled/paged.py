@@ -240,6 +240,6 @@ def sequence(
             params,
         )
         if splits is not None:
-            splits.merge((parts,), (part_lses,), out, lse, (ends, kernel.params.max_seqlen, min_seqlen_q))
+            splits.merge((parts,), (part_lses,), out, lse, (ends, min_seqlen_q))
 
     return launch

@@ -77,7 +77,7 @@ def forward(
     has_low = has_low or problem.has_float_mask
     converts, copies_sinks = _converts(inputs)
     empty, float32 = _empty(problem.spec.device), torch.float32
-    splits, longest = kernel.splits, kernel.params.max_seqlen
+    splits = kernel.splits
     new_parts = None
     if splits is not None:
         new_parts = allocated(slow_forward.needs_of(splits, shapes), past_dispatcher(problem.spec.device))
@@ -110,7 +110,7 @@ def forward(
         )  # fmt: skip
         if splits is not None:
             rows = out.transpose(1, 2) if order.out_heads_first else out
-            sequences = None if ends_q is None else (ends_q, longest, 0)
+            sequences = None if ends_q is None else (ends_q, 0)
             splits.merge((parts,), (part_lses,), rows, lse, sequences)
         return out, lse, low, None
 

@@ -20,6 +20,7 @@ from ..common.attn_mask import vector_at
 from ..common.kvcache import MergePlan
 from ..common.rounding import round_to, widened
 from ..common.scores import LOG2E
+from ..common.sequences import TokenPlaces, sequence_of
 from ..common.softmax import LN2, larger
 from ..common.warps import WARP
 
@@ -33,7 +34,6 @@ class Sequences(NamedTuple):
 
     cu_seqlens: cute.Tensor
     """(B + 1,) int32, contiguous"""
-    max_seqlen: Int32
     min_seqlen: Int32
     """Shorter sequences are left alone."""
 
@@ -76,16 +76,15 @@ def merge(
 
     With `plan.varlen` dimensions B and Sq are one, T: the rows of `sequences`.
     """
-    vectors, count = plan.Dv // _vector_size(out.element_type), Int32(1)
+    threads = plan.Dv // _vector_size(out.element_type) * plan.lanes
     if cutlass.const_expr(plan.varlen):
-        rows = Int64(sequences.max_seqlen) * out.shape[1]
-        count = sequences.cu_seqlens.shape[0] - 1
+        tokens, rows = out.shape[0], Int64(out.shape[1])
     else:
-        rows = Int64(out.shape[0]) * out.shape[1] * out.shape[2]
+        tokens, rows = Int32(1), Int64(out.shape[0]) * out.shape[1] * out.shape[2]
+    blocks = cute.ceil_div(rows * threads, THREADS)
+    grid = (tokens, blocks, 1) if plan.varlen else (blocks, 1, 1)
     merge_kernel(outs, lses, out, lse, sequences, Int32(rows), plan).launch(
-        grid=(cute.ceil_div(rows * vectors * plan.lanes, THREADS), count, 1),
-        block=(THREADS, 1, 1),
-        stream=stream,
+        grid=grid, block=(THREADS, 1, 1), stream=stream
     )
 
 
@@ -104,28 +103,37 @@ def merge_kernel(
     plan: cutlass.Constexpr,
 ) -> None:
     thread, _, _ = cute.arch.thread_idx()
-    block, sequence, _ = cute.arch.block_idx()
+    block, block_of_token, _ = cute.arch.block_idx()
+    token = block
+    if cutlass.const_expr(plan.varlen):
+        block = block_of_token
     vectors = plan.Dv // _vector_size(out.element_type)
     # Neighbouring threads have neighbouring vectors; the lanes of a vector are in one warp.
     each = WARP // plan.lanes
     number = Int64(block * (THREADS // WARP) + thread // WARP) * each + thread % each
     index, vector = Int32(number // vectors), Int32(number % vectors)
-    row = _row_of(out, sequences, sequence, index, rows)
+    if cutlass.const_expr(plan.varlen):
+        row = Row((index < rows) & _is_served(sequences, token), (token, index), (index, token))
+    else:
+        row = _row_of_batch(out, index, rows)
     _merge_vector(outs, lses, out, lse, row, vector, thread % WARP // each, plan.lanes)
 
 
-def _row_of(out: cute.Tensor, sequences: Sequences | None, sequence: Int32, index: Int32, rows: Int32) -> Row:
-    """Row `index` of `rows`, those of the batch or of one sequence; not all of them need be there."""
-    Hq = out.shape[cute.rank(out) - 2]
+def _row_of_batch(out: cute.Tensor, index: Int32, rows: Int32) -> Row:
+    """Row `index` of all; there are `rows`."""
+    Sq, Hq = out.shape[1], out.shape[2]
     token, head = index // Hq, index % Hq
-    if cutlass.const_expr(sequences is None):
-        Sq = out.shape[1]
-        batch, position = token // Sq, token % Sq
-        return Row(index < rows, (batch, position, head), (batch, head, position))
-    start = sequences.cu_seqlens[sequence]
-    count = sequences.cu_seqlens[sequence + 1] - start
-    is_there = (index < rows) & (token < count) & (count >= sequences.min_seqlen)
-    return Row(is_there, (start + token, head), (head, start + token))
+    batch, position = token // Sq, token % Sq
+    return Row(index < rows, (batch, position, head), (batch, head, position))
+
+
+@cute.jit
+def _is_served(sequences: Sequences, token: Int32) -> Boolean:
+    """Whether the token is one of a sequence that is not left alone; all lanes have the same."""
+    cu_seqlens = sequences.cu_seqlens
+    b = sequence_of(token, cu_seqlens, TokenPlaces())
+    start, end = cu_seqlens[b], cu_seqlens[b + 1]
+    return (start <= token) & (token < end) & (end - start >= sequences.min_seqlen)
 
 
 @cute.jit
@@ -209,7 +217,7 @@ def compile_merge(plan: MergePlan) -> Any:
     out, lse = _rows(out_dtype, (*sizes, Hq, plan.Dv)), host.compact(Float32, of_lse)
     sequences = None
     if plan.varlen:
-        sequences = Sequences(host.compact(Int32, host.any_sizes(1)), Int32(0), Int32(0))
+        sequences = Sequences(host.compact(Int32, host.any_sizes(1)), Int32(0))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(merge, outs, lses, out, lse, sequences, plan, stream, options="--enable-tvm-ffi")
 
