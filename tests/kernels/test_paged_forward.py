@@ -95,7 +95,7 @@ def test_sequences_with_few_queries_are_left_alone(kernel: Kernel, least: int) -
 
 @EACH_KERNEL
 def test_long_sequences_are_found_among_many(kernel: Kernel) -> None:
-    """Of 70 sequences those that a launch leaves alone take no tiles, wherever they are."""
+    """Sequences that a launch leaves alone take no tiles, wherever they are among 70."""
     lengths = [40 if b in (3, 33, 34, 69) else b % 3 for b in range(70)]
     paged = in_pages(drawn(kernel, Hk=1, lengths=(tuple(lengths), (33,) * 70)), 32)
     whole, found = run_paged(kernel, paged), run_paged(kernel, paged, min_seqlen_q=3, schedule="fuzz")

@@ -121,7 +121,7 @@ def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> T
 
 @cute.jit
 def _served_among(ctx: ForwardContext, first: Int32) -> Int32:
-    """Which of 32 sequences from `first` on this launch serves, a bit each; the others have no tiles."""
+    """A bit for each of 32 sequences from `first` on: whether this launch serves it. Others have no tiles."""
     b, serves = first + cute.arch.lane_idx(), Boolean(False)
     if b < ctx.cu_seqlens_q.shape[0] - 1:
         queries = ctx.cu_seqlens_q[b + 1] - ctx.cu_seqlens_q[b]
