@@ -36,7 +36,7 @@ from .backends.compiled import (
 )
 from .backends.compiled.backend import num_sms
 from .backends.compiled.served import missing_packages
-from .backends.kvcache import append, choose, merge
+from .backends.kvcache import append, choose, decode_kernel, merge
 from .backends.kvcache import compiled as kvcache
 from .backends.kvcache.choice import find_kernels
 from .compile import Key, aot, function, pool
@@ -403,7 +403,7 @@ def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tupl
     yield from ((MERGE_STATES, (plan,)) for plan in merge.common_plans(dtype, Dv))
     # One token alone sees all keys before it, causal or not.
     for each in {features, features._replace(right=False)}:
-        yield from ((DECODE, static) for static in kvcache.common_kernels(target, each, group))
+        yield from ((DECODE, static) for static in decode_kernel.common_kernels(target, each, group))
     if target.has_pages and not target.forward_configs.limits(features):
         for own, config in paged.common_kernels(target, features, group):
             yield target.forward, (own, config)

@@ -21,8 +21,7 @@ from decode_calls import LAYOUTS, make_cache
 from everything import examples, one_of
 from flash4_torch import ahead
 from flash4_torch.backends.compiled import SM90A, TARGETS, Target
-from flash4_torch.backends.kvcache import compiled as kernels
-from flash4_torch.backends.kvcache import gathered
+from flash4_torch.backends.kvcache import decode_kernel, gathered
 from flash4_torch.compile import Key
 from flash4_torch.configs import decode
 from flash4_torch.errors import ArgumentError, BackendError, KeywordError, NoGradientError
@@ -367,7 +366,7 @@ def test_warm_up_knows_every_kernel(
     inputs = CacheInputs(q, cache, cache, table, ends, torch.empty(B, dtype=INT))
     options = CacheOptions(Sq, 4096, 0.125, window_right=0, batch_invariant=batch_invariant)
     backend, problem = Finding(target), describe(inputs, options)
-    assert not kernels.limits(problem)
+    assert not decode_kernel.limits(problem)
     assert backend.prepare(inputs, problem, None) is not None
     known = {(key.entry, key.static) for key in _known(target.arch, group)}
     assert backend.found and known.issuperset(backend.found)
@@ -393,7 +392,7 @@ def test_wgmma_multiplies_many_rows_whose_bits_may_differ(
     options = CacheOptions(Sq, keys, 0.125, num_splits=num_splits, batch_invariant=batch_invariant)
     problem = describe(CacheInputs(q, cache, cache, seqused_k=torch.empty(B, dtype=INT)), options)
     for target in TARGETS.values():
-        kernel = kernels.decide(target, problem, 132)
+        kernel = decode_kernel.decide(target, problem, 132)
         # D 256 leaves no room for results of splits next to tiles of 64 rows.
         may = (
             target is SM90A

@@ -14,7 +14,7 @@ from flash4_torch.backends.compiled import Target
 from flash4_torch.backends.compiled.targets import Find
 from flash4_torch.backends.compiled.tensors import past_dispatcher
 from flash4_torch.backends.compiled.workspace import Need, Workspace, allocated
-from flash4_torch.backends.kvcache import append, choice, dispatch
+from flash4_torch.backends.kvcache import append, choice, decode_kernel, dispatch
 from flash4_torch.backends.kvcache import compiled as kernels
 from flash4_torch.fast_path import append as append_path
 from flash4_torch.fast_path import kvcache as fast_path
@@ -40,7 +40,7 @@ class Finding(kernels.Compiled):
         self.launches: list[Launch] = []
 
     def why_not(self, problem: CacheProblem) -> list[str]:
-        return list(kernels.limits(problem, self.own.decode))
+        return list(decode_kernel.limits(problem, self.own.decode))
 
     def target(self, problem: CacheProblem) -> Target:
         return self.own

@@ -10,7 +10,8 @@ from ..compiled.targets import Find, Target
 from ..compiled.tensors import past_dispatcher
 from ..compiled.workspace import Need, Workspace, allocated
 from ..emulator import emulated_find, emulated_num_sms, emulated_target, why_not_emulated
-from .compiled import Compiled, limits
+from . import decode_kernel
+from .compiled import Compiled
 
 _CPU = -1
 """Index of the device of CPU tensors."""
@@ -23,7 +24,9 @@ class Emulator(Compiled):
         super().__init__("emulator")
 
     def why_not(self, problem: CacheProblem) -> list[str]:
-        return why_not_emulated(problem.spec.device) or list(limits(problem, emulated_target().decode))
+        return why_not_emulated(problem.spec.device) or list(
+            decode_kernel.limits(problem, emulated_target().decode)
+        )
 
     def target(self, problem: CacheProblem) -> Target:
         return emulated_target()
