@@ -63,10 +63,10 @@ def prepare(
 
 def plans() -> dict[str, Any]:
     """The other classes that occur in kernels' names."""
-    from flash4_torch.kernels.common import mask_tables
+    from flash4_torch.kernels.common import kvcache, mask_tables
     from flash4_torch.kernels.common.bwd import row_blocks
 
-    return vars(mask_tables) | vars(row_blocks)
+    return vars(kvcache) | vars(mask_tables) | vars(row_blocks)
 
 
 PLANS = plans()
