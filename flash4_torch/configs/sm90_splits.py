@@ -39,7 +39,8 @@ class Split(NamedTuple):
 def split(features: Features, sizes: Sizes) -> Split | None:
     """How to divide keys, or None where this gains nothing; `sizes` has the number of heads.
 
-    `sizes.num_splits` is taken as it is, up to a block for each split.
+    `sizes.num_splits` is taken as it is, up to a block for each split and two CTAs for each SM: more would
+    take memory for results and no less time.
     """
     if not features.may_be_split or sizes.heads is None or sizes.num_splits == 1:
         return None
@@ -54,8 +55,8 @@ def split(features: Features, sizes: Sizes) -> Split | None:
         launch, block = sm90.launch_of(features, sizes, row), row.config.keys
         tiles, blocks = launch.tiles_per_head * (launch.heads or 1), launch.longest // block
         for share in _SHARES_OF_SMS:
-            most = min(int(share * sizes.num_sms) // tiles, _MOST_SPLITS)
-            most = min(sizes.num_splits or most, blocks)
+            share = _SHARES_OF_SMS[-1] if sizes.num_splits else share
+            most = min(int(share * sizes.num_sms) // tiles, sizes.num_splits or _MOST_SPLITS, blocks)
             if most > 1:
                 number = -(-blocks // -(-blocks // most))  # without empty ones
                 merge_ns = _MERGE_NS + number * (_MERGE_NS_EACH + row_bytes / _MERGE_BYTES_PER_NS)
@@ -77,7 +78,7 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
 
 
 def _rows(features: Features) -> list[sm90.Row]:
-    """Rows for many keys; three warpgroups won nowhere."""
+    """Rows for many keys; three warpgroups won one of 192 cells, by little."""
     rows = sm90.candidates(features, None)
     return [row for row in rows if row.config.warpgroups < 3] or list(rows)
 

@@ -47,6 +47,21 @@ def test_what_is_chosen_is_reachable(
     assert 1 < split.number <= blocks and tiles * split.number <= 2 * NUM_SMS
 
 
+@given(features(), SIZES, SIZES, GROUPS, st.integers(1, 1 << 30), HEADS)
+def test_a_number_that_is_asked_for_is_taken_as_far_as_there_is_room(
+    features: Features, Sq: int, Sk: int, group: int, number: int, heads: int
+) -> None:
+    """Results of splits take no more memory than where the number is chosen."""
+    sizes = Sizes(Sq, Sk, group, None, True, heads, NUM_SMS, number)
+    split = sm90_splits.split(features, sizes)
+    if split is not None:
+        tiles, blocks = -(-Sq // split.config.queries) * heads, -(-Sk // split.config.keys)
+        assert 1 < split.number <= min(number, blocks) and tiles * split.number <= 2 * NUM_SMS
+    few = sizes._replace(Sq=1, Sk=1 << 17, group=1, heads=2, num_splits=5)
+    found = sm90_splits.split(features, few)
+    assert features.may_be_split == (found is not None) and (found is None or found.number == 5)
+
+
 @given(features())
 def test_only_plain_calls_are_split(features: Features) -> None:
     plain = not (features.mask or features.dropout)
