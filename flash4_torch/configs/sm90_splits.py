@@ -15,16 +15,16 @@ from .sizes import Sizes
 from .types import Features, Sm90Forward
 
 _MERGE_NS = 4000.0
-"""What the second launch takes, besides splits and bytes."""
+"""Time of the second launch, without splits and bytes."""
 _MERGE_NS_EACH = 90.0
-"""What each split adds to it."""
+"""Time that each split adds to it."""
 _MERGE_BYTES_PER_NS = 2500.0
 """Bytes of results of splits that are written and read again in a nanosecond."""
 _CLEARLY = 0.9
 """Keys are split if that takes less than this share of the time without: estimates err."""
 _MOST_SPLITS = 128
 _SHARES_OF_SMS = (0.25, 0.5, 1.0, 2.0)
-"""Numbers of CTAs that are tried."""
+"""Numbers of CTAs that are tried, in SMs of the GPU."""
 
 
 class Split(NamedTuple):
@@ -51,11 +51,11 @@ def split(features: Features, sizes: Sizes) -> Split | None:
         if least <= _MERGE_NS:
             return None
     row_bytes = 4 * features.Dv * sizes.Sq * sizes.group * sizes.heads
+    shares = _SHARES_OF_SMS[-1:] if sizes.num_splits else _SHARES_OF_SMS
     for row in _rows(features):
         launch, block = sm90.launch_of(features, sizes, row), row.config.keys
         tiles, blocks = launch.tiles_per_head * (launch.heads or 1), launch.longest // block
-        for share in _SHARES_OF_SMS:
-            share = _SHARES_OF_SMS[-1] if sizes.num_splits else share
+        for share in shares:
             most = min(int(share * sizes.num_sms) // tiles, sizes.num_splits or _MOST_SPLITS, blocks)
             if most > 1:
                 number = -(-blocks // -(-blocks // most))  # without empty ones

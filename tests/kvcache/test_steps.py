@@ -17,7 +17,7 @@ import flash4_torch
 from everything import examples
 from flash4_torch import ahead
 from flash4_torch.backends import constants
-from flash4_torch.backends.compiled import TARGETS, Target
+from flash4_torch.backends.compiled import DECODE, MERGE_STATES, TARGETS, Target
 from flash4_torch.errors import ArgumentError, NoGradientError
 from flash4_torch.fast_path import kvcache as fast_path
 from flash4_torch.kernels.common.kvcache import MergePlan
@@ -264,6 +264,24 @@ def test_tokens_and_columns_decide_nothing() -> None:
         assert asked[1] == asked[2] == asked[3]
         (calls,) = fast_path._calls.values()
         assert list(calls.by_sizes) == [(7, 30, 1024)]
+
+
+def test_a_chunk_among_decoding_sequences_takes_the_tiles_that_fit_each() -> None:
+    """Tiles have the rows of one token, as most sequences do; splits share the SMs that a chunk leaves."""
+    with gpu(TARGETS["sm_90a"]) as backend:
+        for decoding, chunk in ((31, 256), (31, 512), (1, 40), (0, 256)):
+            backend.launches.clear()
+            layer = Layer(Hk=1, group=8, D=128)
+            tensors, where = layer.tensors(decoding + chunk, decoding + 1)
+            attend(*tensors, max_seqlen_q=chunk, max_seqlen_k=32768, causal=True, **where)
+            forward, merge, decode = backend.launches
+            assert forward.static[0].splits and merge.entry == MERGE_STATES
+            assert decode.entry == DECODE and decode.static[1] == 16
+        # As many sequences as long as the longest one fill the GPU: nothing is split.
+        tensors, where = Layer(Hk=1, group=8, D=128).tensors(32 * 256, 32)
+        backend.launches.clear()
+        attend(*tensors, max_seqlen_q=256, max_seqlen_k=32768, causal=True, **where)
+        assert not backend.launches[0].static[0].splits
 
 
 @pytest.mark.parametrize("is_full", [False, True])

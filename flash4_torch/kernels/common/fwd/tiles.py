@@ -23,7 +23,7 @@ WORK_TILE_WORDS = 8
 
 
 def work_tile_words(plan: ForwardPlan) -> int:
-    """The same where a tile may have splits."""
+    """Words of a work tile, with that for its split where tiles have splits."""
     return WORK_TILE_WORDS + plan.features.splits
 
 
