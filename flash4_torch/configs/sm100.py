@@ -87,7 +87,7 @@ def forward(features: Features, sizes: Sizes) -> Sm100Forward:
 def row(features: Features, sizes: Sizes) -> Row:
     """The row that serves a call: see `forward`."""
     rows = rows_that_share_keys(features, sizes)
-    return next(r for r in _rows_until_one_admits_all(features) if r.admits_sizes(sizes.Sq, rows))
+    return next(r for r in rows_that_serve(features) if r.admits_sizes(sizes.Sq, rows))
 
 
 def limits(features: Features) -> list[str]:
@@ -103,7 +103,7 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forwar
     ragged = [False, True] if features.right or not features.varlen else [True]
     found = {
         _beside(features, row.config)._replace(ragged_k=ragged_k, pack_gqa=pack_gqa): None
-        for row in _rows_until_one_admits_all(features)
+        for row in rows_that_serve(features)
         for ragged_k in ragged
         for pack_gqa in (possible_packs(features, group) if row.config.cluster == 1 else [1])
     }
@@ -116,7 +116,7 @@ def _beside(features: Features, config: Sm100Forward) -> Sm100Forward:
 
 
 @lru_cache(maxsize=1024)
-def _rows_until_one_admits_all(features: Features) -> tuple[Row, ...]:
+def rows_that_serve(features: Features) -> tuple[Row, ...]:
     """The rows that admit the features, up to the first one that admits all sizes."""
     rows = [row for row in TABLE if row.admits_features(features)]
     last = next((i for i, row in enumerate(rows) if row.rows is None and row.config.cluster == 1), len(rows))

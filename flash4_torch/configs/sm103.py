@@ -15,13 +15,14 @@ __all__ = ["forward", "limits", "reachable", "row"]
 
 def forward(features: Features, sizes: Sizes) -> Sm100Forward:
     """The config of a call: see `configs.sm100.forward`."""
-    return _exact(sm100.forward(features, sizes))
+    return exact(sm100.forward(features, sizes))
 
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forward, ...]:
     """Every config that `forward` returns for some sizes; with `group`, for that many heads of a KV head."""
-    return tuple(dict.fromkeys(map(_exact, sm100.reachable(features, group))))
+    return tuple(dict.fromkeys(map(exact, sm100.reachable(features, group))))
 
 
-def _exact(config: Sm100Forward) -> Sm100Forward:
+def exact(config: Sm100Forward) -> Sm100Forward:
+    """The config without the polynomial."""
     return config._replace(polynomial=0)

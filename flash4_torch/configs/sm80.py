@@ -156,7 +156,7 @@ class Table(NamedTuple):
         """The config of a call, whatever the number of tiles: see `configs.sm90.forward`."""
         config = self.row(features, sizes).config
         ragged_k = may_end_inside(features, sizes, config.keys)
-        return self._completed(features, config, ragged_k, best_pack(features, config.rows, sizes))
+        return self.completed(features, config, ragged_k, best_pack(features, config.rows, sizes))
 
     def row(self, features: Features, sizes: Sizes) -> Row:
         """The row that serves a call: see `forward`."""
@@ -185,16 +185,17 @@ class Table(NamedTuple):
         """
         ragged = [False, True] if features.right or not features.varlen else [True]
         found = {
-            self._completed(features, row.config, ragged_k, pack_gqa): None
-            for row in self._rows_until_one_admits_all(features)
+            self.completed(features, row.config, ragged_k, pack_gqa): None
+            for row in self.rows_that_serve(features)
             for ragged_k in ragged
             for pack_gqa in possible_packs(features, group)
         }
         return tuple(found)
 
-    def _completed(
+    def completed(
         self, features: Features, config: Sm80Forward, ragged_k: bool, pack_gqa: int
     ) -> Sm80Forward:
+        """A row's config for one call."""
         f, ragged_k = features, ragged_k or _serves_any_length(features, config)
         config = config._replace(ragged_k=ragged_k, pack_gqa=pack_gqa)
         # Others have eight warps: for sm_80 none spills.
@@ -209,7 +210,8 @@ class Table(NamedTuple):
         """Whether the GPU has room for it, in shared memory and in registers."""
         return has_registers(features, config) and config.shared_memory(features) <= self.shared_memory
 
-    def _rows_until_one_admits_all(self, features: Features) -> Iterator[Row]:
+    def rows_that_serve(self, features: Features) -> Iterator[Row]:
+        """The rows that admit the features, up to the first one that admits any number of rows."""
         for row in self.rows_of(features):
             if row.admits_features(features):
                 yield row

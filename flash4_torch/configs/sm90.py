@@ -17,7 +17,7 @@ from . import programs
 from .packing import best_pack, possible_packs
 from .sizes import Sizes, may_end_inside
 from .types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
-from .waves import Launch, TileTime
+from .waves import TileTime, launch_of
 
 _REGISTERS = {1: 216, 2: 240, 3: 160, 4: 112}
 _REGISTERS_WITH_DROPOUT = {1: 208, 2: 208}
@@ -203,23 +203,10 @@ def row(features: Features, sizes: Sizes) -> Row:
     rows = candidates(features, _bound(sizes.keys))
     best, least = rows[0], math.inf
     for candidate in rows:
-        ns = launch_of(features, sizes, candidate).ns(candidate.time)
+        ns = launch_of(features, sizes, candidate.config).ns(candidate.time)
         if ns < least:
             best, least = candidate, ns if candidate is not rows[0] else _CLEARLY * ns
     return best
-
-
-def launch_of(features: Features, sizes: Sizes, row: Row) -> Launch:
-    """The tiles of a call that a row serves."""
-    Sq, Sk, keys, heads = sizes.Sq, sizes.Sk, sizes.keys, sizes.heads
-    pack = best_pack(features, row.config.rows, sizes)
-    queries, block = row.config.rows // pack, row.config.keys
-    tiles, most = -(-Sq // queries), min(Sk, keys + queries)
-    # Keys of the first and the last tile: causal ones end with their rows.
-    first, last = (Sk - Sq + queries, Sk - Sq + tiles * queries) if features.right else (most, most)
-    shortest, longest = (max(-(-min(x, most) // block), 1) * block for x in (first, last))
-    packs = None if heads is None else heads * -(-sizes.group // pack)
-    return Launch(tiles, packs, shortest, longest, sizes.num_sms)
 
 
 def limits(features: Features) -> list[str]:

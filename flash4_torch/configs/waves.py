@@ -1,6 +1,6 @@
 """How long a launch takes whose tiles outnumber the SMs only a few times: tiles run in waves.
 
-    launch = Launch(tiles_per_head=8, heads=16, shortest=512, longest=1024, num_sms=132)
+    launch = launch_of(features, sizes, config)
     time = launch.ns(TileTime(per_key=10.9, besides=1900.0))
 
 With many waves only work counts. With few, 133 tiles take as long as 264, so that smaller or larger tiles,
@@ -9,7 +9,25 @@ which take longer for each row, may be done first.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from .packing import best_pack
+from .sizes import Sizes
+from .types import Features
+
+
+class Tile(Protocol):
+    """What a config says of its tiles."""
+
+    @property
+    def rows(self) -> int:
+        """Query rows in a tile."""
+        ...
+
+    @property
+    def keys(self) -> int:
+        """Keys in a block."""
+        ...
 
 
 class TileTime(NamedTuple):
@@ -29,6 +47,11 @@ class Launch(NamedTuple):
     shortest: int
     longest: int
     num_sms: int
+
+    @property
+    def tiles(self) -> int:
+        """All tiles; those of one head if there are any number of heads."""
+        return self.tiles_per_head * (self.heads or 1)
 
     def ns(self, time: TileTime) -> float:
         """The time of the launch, or of one head if there are any number of them.
@@ -61,3 +84,16 @@ class Launch(NamedTuple):
         if self.tiles_per_head == 1:
             return self.longest
         return self.longest - (self.longest - self.shortest) * step // (self.tiles_per_head - 1)
+
+
+def launch_of(features: Features, sizes: Sizes, tile: Tile) -> Launch:
+    """The launch of a call in such tiles."""
+    Sq, Sk, keys, heads = sizes.Sq, sizes.Sk, sizes.keys, sizes.heads
+    pack = best_pack(features, tile.rows, sizes)
+    queries, block = tile.rows // pack, tile.keys
+    tiles, most = -(-Sq // queries), min(Sk, keys + queries)
+    # Keys of the first and the last tile: causal ones end with their rows.
+    first, last = (Sk - Sq + queries, Sk - Sq + tiles * queries) if features.right else (most, most)
+    shortest, longest = (max(-(-min(x, most) // block), 1) * block for x in (first, last))
+    packs = None if heads is None else heads * -(-sizes.group // pack)
+    return Launch(tiles, packs, shortest, longest, sizes.num_sms)

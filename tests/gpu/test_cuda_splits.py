@@ -13,12 +13,9 @@ from torch import Tensor
 import flash4_torch
 from everything import examples
 from flash4_torch import testing
-from own_gpu import SPLITS_KEYS, needs_ours
+from own_gpu import needs_ours
 
-pytestmark = [
-    needs_ours,
-    pytest.mark.skipif(not SPLITS_KEYS, reason="needs a GPU whose forward splits keys"),
-]
+pytestmark = needs_ours
 
 FORMS: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
     "causal": (64, 64, torch.bfloat16, {"causal": True}),
@@ -26,6 +23,7 @@ FORMS: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
     "window, softcap": (128, 128, torch.bfloat16, {"window": (9000, 3), "softcap": 1.5}),
     "unequal": (192, 128, torch.bfloat16, {"causal": True}),
     "wide": (256, 256, torch.bfloat16, {"causal": True}),
+    "float32": (64, 64, torch.float32, {"causal": True}),
 }
 LENGTHS = st.one_of(st.integers(1000, 3000), st.integers(3001, 20000), st.sampled_from([2048, 16384]))
 
@@ -69,6 +67,27 @@ def test_results_are_right_and_repeat(
     if packed:
         out, lse = out.unflatten(0, (B, Sq)), lse.unflatten(1, (B, Sq)).transpose(0, 1)
     for found, truth, plain in zip((out, lse), exact, peer, strict=True):
+        testing.assert_close_as_peer(found, truth, plain)
+
+
+@given(
+    B=st.integers(1, 3),
+    Sq=st.one_of(st.integers(1, 9), st.integers(10, 200)),
+    Sk=st.integers(1000, 9000),
+    hidden=st.sampled_from([0.0, 0.3, 0.99, 1.0]),
+    by_query=st.booleans(),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=examples(12, 60), deadline=None, suppress_health_check=list(HealthCheck))
+def test_masks_are_split_right(B: int, Sq: int, Sk: int, hidden: float, by_query: bool, seed: int) -> None:
+    """Rows without a key are 0, and their lse is -inf."""
+    torch.manual_seed(seed)
+    q, k, v = tensors(B, Sq, Sk, 4, 2, "causal")
+    mask = torch.rand(B, 1, Sq if by_query else 1, Sk, device="cuda") >= hidden
+    exact, peer = (testing.reference(q, k, v, attn_mask=mask, dtype=t) for t in (torch.float64, q.dtype))
+    with testing.poisoned_memory():
+        results = flash4_torch.attention(q, k, v, attn_mask=mask, return_lse=True)
+    for found, truth, plain in zip(results, exact, peer, strict=True):
         testing.assert_close_as_peer(found, truth, plain)
 
 

@@ -20,6 +20,7 @@ from kernel_calls import check_results, drawn
 from kernel_calls import static as static_of
 from kernel_runs import (
     blind_rows_are_zero,
+    empty_splits_have_nothing,
     emulated,
     every_tile_is_drawn_once,
     is_right,
@@ -77,10 +78,17 @@ STATICS = {
     "pair, odd sizes": static(136, 96, (2, 5), o_over_q=True, softcap=True, scaled=True, cluster=2),
     "pair, dropout": static(64, 128, (2, 3), "float16", dropout=True, cluster=2),
     "pair, one tile, dropout": static(256, 256, (1, 5), dropout=True, polynomial=0, o_over_q=True, cluster=2),
+    "splits": static(64, 64, (1, 8), "float16", splits=True, **CAUSAL),
+    "splits, packed": static(128, 120, (2, 3), splits=True, pack_gqa=4, **WINDOW),
+    "splits, varlen, sinks": static(96, 80, (2, 5), splits=True, varlen=True, sinks="float32", **CAUSAL),
+    "splits, bool mask": static(128, 128, (2, 3), splits=True, mask="bool", **CAUSAL),
+    "splits, O over Q": static(
+        192, 128, (2, 2), "float16", splits=True, o_over_q=True, softcap=True, scaled=True
+    ),
 }
 if EVERYTHING:
     STATICS |= SM100.covering(STATICS.values())
-FEW = few(STATICS, "plain", "causal", "pair")
+FEW = few(STATICS, "plain", "causal", "pair", "splits, varlen, sinks")
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -138,6 +146,13 @@ def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
 @pytest.mark.parametrize("poison", one_of(2, [math.nan, math.inf]))
 def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None:
     sequences_are_alone(STATICS[name], poison)
+
+
+@pytest.mark.parametrize(
+    "name", of_few(FEW, ["splits, varlen, sinks", "splits", "splits, packed", "splits, bool mask"])
+)
+def test_splits_without_blocks_have_nothing(name: str) -> None:
+    empty_splits_have_nothing(STATICS[name])
 
 
 @pytest.mark.parametrize("p, state", one_of(2, [(0.7, (5, 7, 32, 48, 3, 8, 2)), (0.25, (5, 7))]))

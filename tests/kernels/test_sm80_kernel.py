@@ -15,7 +15,7 @@ from flash4_torch import testing
 from flash4_torch.configs.types import Sm80Forward
 from kernel_calls import drawn
 from kernel_calls import static as static_of
-from kernel_runs import blind_rows_are_zero, is_right, run, sequences_are_alone
+from kernel_runs import blind_rows_are_zero, empty_splits_have_nothing, is_right, run, sequences_are_alone
 from kernel_traits import few, of_few
 from sm80_kernels import forwards
 
@@ -80,6 +80,15 @@ STATICS = {
     "varlen, everything": static(
         128, 64, (4, 1, 64, 2), varlen=True, softcap=True, scaled=True, dropout=True, **WINDOW
     ),
+    "splits": static(64, 64, (4, 1, 64, 2), "float16", splits=True, **CAUSAL),
+    "splits, packed": static(96, 80, (4, 2, 64, 1), splits=True, pack_gqa=4, **WINDOW),
+    "splits, bool mask": static(64, 80, (4, 1, 64, 1), splits=True, mask="bool", **WINDOW),
+    "splits, lazy": static(
+        128, 128, (4, 2, 64, 1), splits=True, lazy_rescale=True, softcap=True, scaled=True, **WINDOW
+    ),
+    "splits, varlen, sinks": static(
+        256, 256, (8, 1, 64, 1), "float16", splits=True, varlen=True, sinks="float32", **CAUSAL
+    ),
 }
 SHARED = {"column_warps": 2}
 STATICS.update(
@@ -141,11 +150,19 @@ FLOAT32 = {
         dropout=True,
     ),
     "varlen": static(64, 128, (4, 1, 32, 1), "float32", varlen=True, tf32=True, dropout=True, **WINDOW),
+    "splits": static(64, 72, (4, 2, 32, 2), "float32", splits=True, tf32=True, sinks="float32", **CAUSAL),
+    "splits, shared rows": static(256, 200, (8, 1, 32, 1), "float32", splits=True, varlen=True, **SHARED),
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
 PLACED = forwards()
 FEW = few(
-    STATICS, "no tail", "eight warps, narrow chunks", "float32: packed", "float32: shared rows, everything"
+    STATICS,
+    "no tail",
+    "eight warps, narrow chunks",
+    "float32: packed",
+    "float32: shared rows, everything",
+    "splits, varlen, sinks",
+    "float32: splits, shared rows",
 )
 
 
@@ -187,6 +204,23 @@ def test_dropout_keeps_the_weights_that_the_reference_keeps(
 )
 def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
     blind_rows_are_zero(STATICS[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    of_few(
+        FEW,
+        [
+            "splits, varlen, sinks",
+            "float32: splits, shared rows",
+            "splits",
+            "float32: splits",
+            "splits, bool mask",
+        ],
+    ),
+)
+def test_splits_without_blocks_have_nothing(name: str) -> None:
+    empty_splits_have_nothing(STATICS[name])
 
 
 @pytest.mark.parametrize("name", [name for name in FEW if STATICS[name][0].varlen])

@@ -105,10 +105,15 @@ def split() -> list[Kernel]:
         (96, {}),
         (128, {**WINDOW, "varlen": True, "page_box": 16}),
         (192, CAUSAL),
+        (64, {**CAUSAL, "mask": "bool"}),
         (256, WINDOW),
     ]
     all_features = [Features("bfloat16", D, D)._replace(**uses) for D, uses in every]
-    return [(f._replace(splits=True), config) for f in all_features for config in sm90_splits.reachable(f, 1)]
+    return [
+        (f._replace(splits=True), config)
+        for f in all_features
+        for config in sm90_splits.SPLITS.reachable(f, 1)
+    ]
 
 
 def ramped() -> list[Kernel]:

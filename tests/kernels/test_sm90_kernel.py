@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from functools import partial
 
@@ -15,11 +14,12 @@ from everything import examples, one_of
 from flash4_torch import testing
 from flash4_torch.configs.types import Sm90Forward
 from flash4_torch.testing import emulate
-from kernel_calls import check_results, drawn
+from kernel_calls import drawn
 from kernel_calls import static as static_of
 from kernel_runs import (
     blind_rows_are_zero,
     compiled,
+    empty_splits_have_nothing,
     every_tile_is_drawn_once,
     is_right,
     run,
@@ -103,6 +103,9 @@ STATICS = {
     "splits, O over Q": static(
         192, 192, (2, 64, 2, 1), splits=True, k_ahead=True, o_over_q=True, softcap=True, scaled=True
     ),
+    "splits, bool mask": static(
+        64, 64, (2, 128, 4, 2), splits=True, mask="bool", k_ahead=True, sinks="bfloat16", **WINDOW
+    ),
     "varlen, O over Q": static(192, 192, (2, 80, 2, 1), varlen=True, o_over_q=True, k_ahead=True, **CAUSAL),
 }
 STATICS |= SM90.covering(STATICS.values())
@@ -147,16 +150,11 @@ def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None
     sequences_are_alone(STATICS[name], poison)
 
 
-@pytest.mark.parametrize("name", of_few(FEW, ["splits", "splits, packed", "splits, varlen, sinks"]))
+@pytest.mark.parametrize(
+    "name", of_few(FEW, ["splits", "splits, packed", "splits, varlen, sinks", "splits, bool mask"])
+)
 def test_splits_without_blocks_have_nothing(name: str) -> None:
-    """Three blocks make the same bits in three splits and in more, whatever the schedule."""
-    kernel = STATICS[name]
-    call = drawn(kernel, lengths=((150,), (3 * kernel[1].keys,)), splits=3, left=9999)
-    found = run(kernel, call)
-    check_results(kernel, call, found)
-    for splits, schedule in ((4, "late"), (17, "fuzz")):
-        more = run(kernel, dataclasses.replace(call, splits=splits), schedule=schedule)
-        assert torch.equal(more.out, found.out) and torch.equal(more.lse, found.lse)
+    empty_splits_have_nothing(STATICS[name])
 
 
 def test_a_wrong_launch_is_found() -> None:

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import flash4_torch
 import on_cpu
+from everything import one_of
 from flash4_torch import testing
 from flash4_torch.backends.compiled import SM90A
-from flash4_torch.configs import sm90, sm90_splits
+from flash4_torch.configs import sm80_splits, sm90, sm90_splits, sm100_splits
 from flash4_torch.configs.sizes import Sizes
+from flash4_torch.configs.splits import Split, Splits
 from flash4_torch.configs.types import Features
 from flash4_torch.problem import CallOptions
 from kernel_calls import Results, check_results, drawn
@@ -29,72 +31,118 @@ from test_paged_host import half, launch, problem_of
 NUM_SMS = 132
 BARE = Features("bfloat16", 64, 64)
 HEADS = st.integers(1, 300)
+TABLES: dict[str, Splits] = {
+    "sm80": sm80_splits.LARGE,
+    "sm86": sm80_splits.SMALL,
+    "on request": sm80_splits.ON_REQUEST,
+    "sm90": sm90_splits.SPLITS,
+    "sm100": sm100_splits.SPLITS,
+    "sm103": sm100_splits.SPLITS_OF_ULTRA,
+}
+EACH_TABLE = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 
 
-@given(features(), SIZES, SIZES, GROUPS, st.one_of(st.none(), SIZES), st.booleans(), HEADS)
-@settings(max_examples=300)
+@st.composite
+def features_of(draw: st.DrawFn, table: Splits) -> Features:
+    """Features that the table has tiles for, of float32 too where it has."""
+    drawn_ones = draw(features())
+    if table.candidates(BARE._replace(dtype="float32")) and draw(st.booleans()):
+        drawn_ones = drawn_ones._replace(dtype="float32", D=128, Dv=128, tf32=draw(st.booleans()))
+    return drawn_ones
+
+
+def most_ctas(table: Splits, features: Features) -> int:
+    """CTAs that run in so many waves as splits may take."""
+    return max(NUM_SMS * tile.at_once * tile.most_waves for tile in table.candidates(features))
+
+
+@EACH_TABLE
+@given(st.data(), SIZES, SIZES, GROUPS, st.one_of(st.none(), SIZES), st.booleans(), HEADS)
 def test_what_is_chosen_is_reachable(
-    features: Features, Sq: int, Sk: int, group: int, seen: int | None, end_masked: bool, heads: int
+    table: Splits,
+    data: st.DataObject,
+    Sq: int,
+    Sk: int,
+    group: int,
+    seen: int | None,
+    end_masked: bool,
+    heads: int,
 ) -> None:
+    features = data.draw(features_of(table))
     sizes = Sizes(Sq, Sk, group, seen, end_masked, heads, NUM_SMS)
-    split = sm90_splits.split(features, sizes)
+    split = table.split(features, sizes)
     if split is None:
         return
-    assert features.may_be_split and split.config in sm90_splits.reachable(features, group)
-    assert set(sm90_splits.reachable(features, group)) <= set(sm90_splits.reachable(features))
+    assert features.may_be_split and split.config in table.reachable(features, group)
+    assert set(table.reachable(features, group)) <= set(table.reachable(features))
     # No split of the longest tile is empty, and all of them run in two waves at most.
     tiles, blocks = -(-Sq // split.config.queries) * heads, -(-Sk // split.config.keys)
-    assert 1 < split.number <= blocks and tiles * split.number <= 2 * NUM_SMS
+    assert 1 < split.number <= blocks and tiles * split.number <= most_ctas(table, features)
 
 
-@given(features(), SIZES, SIZES, GROUPS, st.integers(1, 1 << 30), HEADS)
+@EACH_TABLE
+@given(st.data(), SIZES, SIZES, GROUPS, st.integers(1, 1 << 30), HEADS)
 def test_a_number_that_is_asked_for_is_taken_as_far_as_there_is_room(
-    features: Features, Sq: int, Sk: int, group: int, number: int, heads: int
+    table: Splits, data: st.DataObject, Sq: int, Sk: int, group: int, number: int, heads: int
 ) -> None:
     """Results of splits take no more memory than where the number is chosen."""
+    features = data.draw(features_of(table))
     sizes = Sizes(Sq, Sk, group, None, True, heads, NUM_SMS, number)
-    split = sm90_splits.split(features, sizes)
+    split = table.split(features, sizes)
     if split is not None:
         tiles, blocks = -(-Sq // split.config.queries) * heads, -(-Sk // split.config.keys)
-        assert 1 < split.number <= min(number, blocks) and tiles * split.number <= 2 * NUM_SMS
+        assert 1 < split.number <= min(number, blocks)
+        assert tiles * split.number <= most_ctas(table, features)
     few = sizes._replace(Sq=1, Sk=1 << 17, group=1, heads=2, num_splits=5)
-    found = sm90_splits.split(features, few)
+    found = table.split(features, few)
     assert features.may_be_split == (found is not None) and (found is None or found.number == 5)
 
 
-@given(features())
-def test_only_plain_calls_are_split(features: Features) -> None:
-    plain = not (features.mask or features.dropout)
+@EACH_TABLE
+@given(st.data())
+def test_only_plain_calls_are_split(table: Splits, data: st.DataObject) -> None:
+    features = data.draw(features_of(table))
+    plain = not (features.float_mask or features.dropout)
     sizes = Sizes(1, 1 << 17, end_masked=True, heads=1, num_sms=NUM_SMS)
-    assert (sm90_splits.split(features, sizes) is not None) == plain == bool(sm90_splits.reachable(features))
-    assert sm90_splits.split(features, sizes._replace(heads=None)) is None
+    assert (table.split(features, sizes) is not None) == plain == bool(table.reachable(features))
+    assert table.split(features, sizes._replace(heads=None)) is None
     for more in ({"running": "add"}, {"segments": True, "varlen": True}):
-        assert sm90_splits.split(features._replace(**more), sizes) is None
+        assert table.split(features._replace(**more), sizes) is None
 
 
-def test_the_kernel_agrees_that_it_can_run_every_config() -> None:
+def test_columns_that_warps_share_are_not_split() -> None:
+    """O of wide heads has no way to memory in float32."""
+    for table in (sm80_splits.LARGE, sm80_splits.SMALL):
+        wide = BARE._replace(D=320, Dv=320)
+        assert table.reachable(wide) == () and table.split(wide, Sizes(1, 1 << 17, heads=1)) is None
+
+
+@EACH_TABLE
+def test_the_kernel_agrees_that_it_can_run_every_config(table: Splits) -> None:
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
-    Plan = import_module("flash4_torch.kernels.sm90.fwd.plan").Plan
-    heads, flags = range(8, 257, 56), itertools.product(*[(False, True)] * 4)
-    for D, Dv, (varlen, left, right, softcap) in itertools.product(heads, heads, flags):
+    heads, flags = range(8, 257, 56), itertools.product(*[(False, True)] * 5)
+    for D, Dv, (varlen, left, right, softcap, mask) in itertools.product(heads, heads, flags):
         own = BARE._replace(D=D, Dv=Dv, varlen=varlen, left=left, right=right, softcap=softcap)
-        for page_box in (0, 16, 64) if varlen else (0,):
-            for config in sm90_splits.reachable(own._replace(page_box=page_box)):
-                if not page_box or config.keys % page_box == 0:
-                    Plan(own._replace(page_box=page_box, splits=True, scaled=softcap), config).check()
+        own = own._replace(mask="bool" * mask, scaled=softcap)
+        for page_box in (0, 16, 64) if varlen and not mask else (0,):
+            for config in table.reachable(own._replace(page_box=page_box)):
+                kind = type(config).__name__.removesuffix("Forward").lower()
+                Plan = import_module(f"flash4_torch.kernels.{kind}.fwd.plan").Plan
+                if not page_box or (kind != "sm80" and config.keys % page_box == 0):
+                    Plan(own._replace(page_box=page_box, splits=True), config).check()
 
 
-def _measured() -> list[dict[str, Any]]:
-    results = resources.files("flash4_torch.bench") / "results" / "splits-h200.json"
+def _measured(name: str) -> list[dict[str, Any]]:
+    results = resources.files("flash4_torch.bench") / "results" / f"{name}.json"
     return list(json.loads(results.read_text())["cells"])
 
 
 def test_measured_calls_take_what_won_there() -> None:
     """The choice is within a sixth; an H200 has run all rows and several numbers of splits of each."""
-    for cell in _measured():
+    for cell in _measured("splits-h200"):
         (Hq, Hk, D), B, Sq, Sk = cell["heads"], cell["B"], cell["Sq"], cell["Sk"]
         sizes = Sizes(Sq, Sk, Hq // Hk, end_masked=True, heads=B * Hk, num_sms=NUM_SMS)
-        split = sm90_splits.split(BARE._replace(D=D, Dv=D, right=Sq > 1), sizes)
+        split = sm90_splits.SPLITS.split(BARE._replace(D=D, Dv=D, right=Sq > 1), sizes)
         name = "one" if split is None else f"{split.config.warpgroups} x {split.number}"
         times = {which: us for which, us in cell["us"].items() if which != "FlashAttention-3"}
         assert times[name] <= 1.17 * min(times.values()), (cell, name)
@@ -105,6 +153,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "window": {"window": (2500, 0)},
     "sinks": {"causal": True, "sinks": torch.tensor([0.5, 3.0, -float("inf"), 1.0])},
     "softcap": {"softcap": 3.0},
+    "bool mask": {"attn_mask": torch.arange(3000) % 7 > torch.arange(3)[:, None, None, None].transpose(0, 2)},
 }
 
 
@@ -154,12 +203,12 @@ def test_packed_sequences_are_split() -> None:
 class _Always:
     """A table that divides keys whatever the sizes."""
 
-    reachable = staticmethod(sm90_splits.reachable)
+    reachable = staticmethod(sm90_splits.SPLITS.reachable)
 
     @staticmethod
-    def split(features: Features, sizes: Sizes) -> sm90_splits.Split:
-        config = sm90_splits.reachable(features, 1)[0]
-        return sm90_splits.Split(sm90.row(features, sizes), config, 3)
+    def split(features: Features, sizes: Sizes) -> Split:
+        config = sm90_splits.SPLITS.reachable(features, 1)[0]
+        return Split(sm90.row(features, sizes), config, 3)
 
 
 def test_caches_are_split() -> None:
@@ -178,16 +227,33 @@ def test_caches_are_split() -> None:
     check_results(kernel, call, Results(out, lse))
 
 
-def test_the_kernel_and_the_merge_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "arch, dtype, name",
+    one_of(
+        2,
+        [
+            ("sm_90a", torch.bfloat16, "causal"),
+            ("sm_80", torch.float32, "bool mask"),
+            ("sm_100a", torch.float16, "bool mask"),
+            ("sm_86", torch.bfloat16, "sinks"),
+            ("sm_103a", torch.bfloat16, "window"),
+            ("sm_120a", torch.float32, "causal"),
+        ],
+    ),
+)
+def test_the_kernel_and_the_merge_run(
+    monkeypatch: pytest.MonkeyPatch, arch: str, dtype: torch.dtype, name: str
+) -> None:
     """A whole call in the emulator."""
     emulate = pytest.importorskip("flash4_torch.testing.emulate")
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     monkeypatch.setenv("FLASH4_BACKEND", "emulator")
-    q, k, v = _tensors(Sk=2000)
-    with emulate.device("sm_90a") as device, testing.poisoned_memory():
-        results = flash4_torch.attention(q, k, v, causal=True, return_lse=True)
-    forward, merge = (report.kernel for report in device.reports)
+    monkeypatch.setenv("FLASH4_ARCH", arch)
+    q, k, v = (x.to(dtype) for x in _tensors())
+    with emulate.device(arch) as device, testing.poisoned_memory():
+        results = flash4_torch.attention(q, k, v, return_lse=True, **CALLS[name])
+    *_, forward, merge = (report.kernel for report in device.reports)
     assert "forward_kernel" in forward and "merge_kernel" in merge
-    exact, peer = (testing.reference(q, k, v, causal=True, dtype=t) for t in (torch.float64, torch.bfloat16))
+    exact, peer = (testing.reference(q, k, v, **CALLS[name], dtype=t) for t in (torch.float64, dtype))
     for found, truth, plain in zip(results, exact, peer, strict=True):
         testing.assert_close_as_peer(found, truth, plain)

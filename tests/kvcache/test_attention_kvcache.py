@@ -94,7 +94,6 @@ def test_many_tokens_and_few_are_served_together(arch: str, call: CacheCall) -> 
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     call = replace(call, causal=bool(torch.as_tensor(call.causal).any()), sinks=None, softcap=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "MOST_TOKENS", 2)
         patch.setattr(decode, "MOST_ROWS", 2)
         patch.setenv("FLASH4_BACKEND", "emulator")
         patch.setenv("FLASH4_ARCH", arch)

@@ -169,6 +169,19 @@ def _merge(device: emulate.Device, features: Features, call: Call, parts: Result
         compiled_merge(plan, device.arch)((parts.out,), (parts.lse,), out, results.lse, sequences)
 
 
+def empty_splits_have_nothing(kernel: Kernel) -> None:
+    """Three blocks make the same bits in three splits and in more, whatever the schedule."""
+    (features, config), generator = kernel, torch.Generator().manual_seed(0)
+    shape = 1, 1, 150, 3 * config.keys
+    mask = torch.rand(shape, generator=generator) > 0.2 if features.mask else None
+    call = drawn(kernel, lengths=((shape[2],), (shape[3],)), splits=3, left=9999, mask=mask)
+    found = run(kernel, call)
+    check_results(kernel, call, found)
+    for splits, schedule in ((4, "late"), (17, "fuzz")):
+        more = run(kernel, dataclasses.replace(call, splits=splits), schedule=schedule)
+        assert torch.equal(more.out, found.out) and torch.equal(more.lse, found.lse)
+
+
 def run_backward(
     kernel: Kernel,
     call: Call,

@@ -14,8 +14,6 @@ from on_cpu import name_of
 _BY_CAPABILITY = {target.capability: target for target in TARGETS.values()}
 _TARGET = _BY_CAPABILITY.get(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
-SPLITS_KEYS = _TARGET is not None and _TARGET.split_configs is not None
-"""Whether the forward for it splits keys."""
 OURS = name_of(_TARGET) if _TARGET else ""
 """The backend of our kernels for it; empty where there is none."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ... import compile
 from ...configs.sections import Section, heads_that_fit
 from ...configs.sizes import Sizes
+from ...configs.splits import Split
 from ...configs.types import LARGE_SOFTCAP, Features, Mods
 from ...kernels.common.kvcache import MergePlan
 from ...kernels.common.mask_tables import MaskPlan
@@ -19,7 +20,7 @@ from ...problem import Inputs, Problem, Spec, has_float_mask
 from ..base import Results
 from .masks import Read
 from .params import LaunchParams, dtype_name, launch_params, mask_dtype
-from .targets import MERGE_STATES, Find, ForwardConfig, Row, Split, Target
+from .targets import MERGE_STATES, Find, ForwardConfig, Row, Target
 from .tensors import Allocator, lengths, padded
 from .workspace import Need, allocated
 
@@ -72,10 +73,8 @@ def split_of(
     target: Target, problem: Problem, num_sms: int, features: Features, num_splits: int = 0
 ) -> Split | None:
     """How to divide the keys of the problem's tiles: in so many splits, or where that is faster."""
-    configs = target.split_configs
-    if configs is None:
-        return None
-    return configs.split(features, sizes_of(problem, num_sms)._replace(num_splits=num_splits))
+    sizes = sizes_of(problem, num_sms)._replace(num_splits=num_splits)
+    return target.split_configs.split(features, sizes)
 
 
 def reachable(
@@ -83,9 +82,8 @@ def reachable(
 ) -> Iterator[tuple[Features, ForwardConfig]]:
     """Every kernel that serves such calls of some sizes, with the keys split or not."""
     yield from ((features, config) for config in target.forward_configs.reachable(features, group))
-    if target.split_configs is not None:
-        own = features._replace(splits=True)
-        yield from ((own, config) for config in target.split_configs.reachable(features, group))
+    own = features._replace(splits=True)
+    yield from ((own, config) for config in target.split_configs.reachable(features, group))
 
 
 def with_splits(

@@ -8,10 +8,22 @@ from typing import Any, Protocol
 
 from ... import compile
 from ...compile import arch as archs
-from ...configs import sm80, sm80_backward, sm90, sm90_backward, sm90_splits, sm100, sm100_backward, sm103
+from ...configs import (
+    sm80,
+    sm80_backward,
+    sm80_splits,
+    sm90,
+    sm90_backward,
+    sm90_splits,
+    sm100,
+    sm100_backward,
+    sm100_splits,
+    sm103,
+)
 from ...configs.decode import ADA, AMPERE, GA102, HOPPER, Gpu
 from ...configs.sections import Section, Workload
 from ...configs.sizes import BackwardSizes, Sizes
+from ...configs.splits import Splits
 from ...configs.types import Features, Scope
 
 PREPROCESS = "flash4_torch.kernels.aux_kernels.bwd_preprocess:compile_preprocess"
@@ -121,27 +133,6 @@ class ForwardTable(Protocol):
     def limits(self, features: Features) -> list[str]: ...
 
 
-class Split(Protocol):
-    """How the keys of a call's tiles are divided."""
-
-    @property
-    def row(self) -> Row: ...
-
-    @property
-    def config(self) -> ForwardConfig: ...
-
-    @property
-    def number(self) -> int: ...
-
-
-class SplitTable(Protocol):
-    """Interface of a module of `configs` for forwards that split keys."""
-
-    def split(self, features: Features, sizes: Sizes) -> Split | None: ...
-
-    def reachable(self, features: Features, group: int | None = None) -> tuple[ForwardConfig, ...]: ...
-
-
 class BackwardTable(Protocol):
     """Interface of a module of `configs` for the backward."""
 
@@ -165,11 +156,11 @@ class Target:
     forward: str
     """Entry of the forward kernel."""
     forward_configs: ForwardTable
+    split_configs: Splits
+    """How the keys of calls with few tiles are split."""
     backward: str
     """Entry of the backward's main kernel."""
     backward_configs: BackwardTable
-    split_configs: SplitTable | None = None
-    """Table of how to split the keys of calls with few tiles, if the forward does."""
     l2_bytes: int
     """Bytes that stay in the L2 cache while the tiles that share them run."""
     has_wgmma: bool = False
@@ -199,7 +190,7 @@ SM90A = Target(
     arch="sm_90a",
     forward="flash4_torch.kernels.sm90.fwd.launch:compile_forward",
     forward_configs=sm90,
-    split_configs=sm90_splits,
+    split_configs=sm90_splits.SPLITS,
     backward="flash4_torch.kernels.sm90.bwd.launch:compile_backward",
     backward_configs=sm90_backward,
     l2_bytes=32 << 20,
@@ -211,18 +202,20 @@ SM100A = Target(
     arch="sm_100a",
     forward="flash4_torch.kernels.sm100.fwd.launch:compile_forward",
     forward_configs=sm100,
+    split_configs=sm100_splits.SPLITS,
     backward="flash4_torch.kernels.sm100.bwd.launch:compile_backward",
     backward_configs=sm100_backward,
     l2_bytes=50 << 20,  # FlashAttention-4's value; the cache has 126 MB
     proven="run in the emulator; SASS read for registers and spills; never run on a GPU, never timed",
 )
 
-SM103A = replace(SM100A, arch="sm_103a", forward_configs=sm103)
+SM103A = replace(SM100A, arch="sm_103a", forward_configs=sm103, split_configs=sm100_splits.SPLITS_OF_ULTRA)
 
 SM80 = Target(
     arch="sm_80",
     forward="flash4_torch.kernels.sm80.fwd.launch:compile_forward",
     forward_configs=sm80.LARGE,
+    split_configs=sm80_splits.LARGE,
     backward="flash4_torch.kernels.sm80.bwd.launch:compile_backward",
     backward_configs=sm80_backward.LARGE,
     l2_bytes=20 << 20,  # half of an A100's: each half serves half of the SMs
@@ -238,6 +231,7 @@ SM86, SM89, SM120A, SM121A = (
         SM80,
         arch=arch,
         forward_configs=sm80.SMALL,
+        split_configs=sm80_splits.SMALL,
         backward_configs=sm80_backward.SMALL,
         l2_bytes=mib << 20,
         decode=gpu,
@@ -268,6 +262,7 @@ SM80_ON_REQUEST = tuple(
         arch=target.arch,
         l2_bytes=target.l2_bytes,
         forward_configs=sm80.ON_REQUEST,
+        split_configs=sm80_splits.ON_REQUEST,
         backward_configs=sm80_backward.ON_REQUEST,
     )
     for target in TARGETS.values()

@@ -116,7 +116,7 @@ class Compiled(OnTargets):
         self, inputs: CacheInputs, problem: CacheProblem, caches: tuple[View, View], means: Means
     ) -> Launch:
         """The launch of the decode kernel next to the forward's, of sequences with few tokens."""
-        most, index = most_tokens(self.target(problem), problem), inputs.q.get_device()
+        most, index = most_tokens(problem), inputs.q.get_device()
         few = with_few_tokens(problem, most)
 
         @cache
@@ -190,7 +190,7 @@ class Compiled(OnTargets):
         """The launch of the forward kernel, of sequences with many tokens."""
         target, index = self.target(problem), inputs.q.get_device()
         B, Sq, counter = problem.extent.B, problem.extent.max_seqlen_q, self.counters
-        device, least = inputs.q.device, most_tokens(target, problem) + 1
+        device, least = inputs.q.device, most_tokens(problem) + 1
         canonical_k, canonical_v = caches
 
         @cache
@@ -222,7 +222,7 @@ class Compiled(OnTargets):
         target, extent = self.target(problem), problem.extent
         many = with_many_tokens(problem, target)
         if many is not None:
-            most = most_tokens(target, problem)
+            most = most_tokens(problem)
             yield from paged.reachable(target, many, most + 1)
             B, T, Sq, *sizes = extent
             problem = problem.of_sizes(CacheExtent(B, T, min(Sq, most), *sizes))
@@ -259,7 +259,7 @@ def with_many_tokens(problem: CacheProblem, target: Target) -> PagedProblem | No
 
     Its sums depend on its tiles, so with `batch_invariant` there is one kernel for all.
     """
-    if problem.spec.batch_invariant or problem.extent.max_seqlen_q <= most_tokens(target, problem):
+    if problem.spec.batch_invariant or problem.extent.max_seqlen_q <= most_tokens(problem):
         return None
     if not target.has_pages:
         return None
@@ -267,10 +267,8 @@ def with_many_tokens(problem: CacheProblem, target: Target) -> PagedProblem | No
     return None if paged.limits(target, many) else many
 
 
-def most_tokens(target: Target, problem: CacheProblem) -> int:
+def most_tokens(problem: CacheProblem) -> int:
     """Tokens of a sequence up to which the decode kernel serves where the forward could."""
-    if target.split_configs is None:
-        return decode.MOST_TOKENS
     return max(decode.MOST_ROWS // problem.spec.group, 1)
 
 

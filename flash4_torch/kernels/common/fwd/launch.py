@@ -86,14 +86,36 @@ def _head_stride(cache: cute.Tensor, chunk: int) -> HeadStride:
     return HeadStride(Int32(stride // chunk), Int32(stride % chunk))
 
 
+class Outputs(NamedTuple):
+    """The output of a launch."""
+
+    out: cute.Tensor
+    by_kv_head: cute.Tensor | None
+    """What TMA stores to: see `Maps`. None where splits have results of their own."""
+
+
+def outputs_of(out: cute.Tensor, k: cute.Tensor, params: LaunchParams, plan: ForwardPlan) -> Outputs:
+    """The output, positions first; `k` as well."""
+    if plan.features.splits:
+        return Outputs(out, None)
+    out = host.in_order(params.out_heads_first, out)
+    return Outputs(out, host.by_kv_head(out, k))
+
+
 def count_tiles(
-    q: cute.Tensor, maps: Maps, cu_seqlens_q: cute.Tensor | None, params: LaunchParams, plan: ForwardPlan
+    q: cute.Tensor,
+    out: cute.Tensor,
+    maps: Maps,
+    cu_seqlens_q: cute.Tensor | None,
+    params: LaunchParams,
+    plan: ForwardPlan,
 ) -> Int32:
-    """Tiles of a launch."""
+    """Tiles of a launch, or splits of them."""
     (group, _), _, Hk, _ = maps.mQ.shape
     sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     blocks, head_blocks = cute.ceil_div(params.max_seqlen, plan.queries), cute.ceil_div(group, plan.pack_gqa)
-    return blocks * head_blocks * Hk * sequences
+    tiles = blocks * head_blocks * Hk * sequences
+    return tiles * out.shape[0] if plan.features.splits else tiles
 
 
 def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:

@@ -219,11 +219,18 @@ class Blocks(NamedTuple):
 @cute.jit
 def blocks_of(ctx: ForwardContext, tile: Tile) -> Blocks:
     """The blocks that the load warp loads, and every consumer takes or skips."""
+    blocks = _of_all_splits(ctx, tile)
+    if cutlass.const_expr(not ctx.plan.features.splits):
+        return blocks
+    own = _split_of(blocks.span, tile.split, num_splits(ctx)).span
+    return Blocks(own, blocks.first_key_block, blocks.visible)
+
+
+@cute.jit
+def _of_all_splits(ctx: ForwardContext, tile: Tile) -> Blocks:
     first = first_query(ctx, tile)
     last = cutlass.min(first + ctx.plan.queries, tile.Sq) - 1
     span = visible_span(band_of(ctx, tile), ctx.plan.band, first, last)
-    if cutlass.const_expr(ctx.plan.features.splits):
-        span = _split_of(span, tile.split, num_splits(ctx)).span
     if cutlass.const_expr(ctx.mask is None):
         return Blocks(span, span.first)
     visible = attn_mask.visible_blocks(
@@ -251,12 +258,11 @@ def _split_of(whole: Span, split: Int32, splits: Int32) -> Split:
 
 
 @cute.jit
-def is_empty_split(ctx: ForwardContext, tile: Tile) -> Boolean:
-    """Whether the tile has fewer blocks than splits, and none for this one."""
-    first = first_query(ctx, tile)
-    last = cutlass.min(first + ctx.plan.queries, tile.Sq) - 1
-    whole = visible_span(band_of(ctx, tile), ctx.plan.band, first, last)
-    return _split_of(whole, tile.split, num_splits(ctx)).is_empty
+def hide_empty_split(ctx: ForwardContext, tile: Tile, lse: cute.Tensor) -> None:
+    """Let lse say that nothing was seen if the tile has fewer blocks than splits, and none for this one."""
+    if cutlass.const_expr(ctx.plan.features.splits):
+        if _split_of(_of_all_splits(ctx, tile).span, tile.split, num_splits(ctx)).is_empty:
+            lse.fill(-Float32.inf)
 
 
 def results_of(ctx: ForwardContext, tile: Tile) -> tuple[cute.Tensor, cute.Tensor]:

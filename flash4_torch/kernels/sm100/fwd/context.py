@@ -46,7 +46,7 @@ class Context:
     sRunning: cute.Tensor | None
     """(128, q_tiles) float32: factors for the running rows of O."""
     work_tile: cute.Pointer
-    """`WORK_TILE_WORDS` words for each stage of `tile`."""
+    """`work_tile_words` for each stage of `tile`."""
     tmem_holder: cute.Pointer
     tile: Ring
     load_q: Ring

@@ -28,7 +28,7 @@ def epilogue(ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, end_at: 
     plan, at = ctx.plan, Cursor(t, end_at.phase)
     ring.wait_full(ctx.inverse, at)
     inverse = ctx.sInverse[own.row, t]
-    if cutlass.const_expr(plan.features.running != ""):
+    if cutlass.const_expr(plan.stores_float32):
         _write_running(ctx, own, tile, t, at, inverse)
     else:
         _store(ctx, own, tile, t, at, inverse)
@@ -38,7 +38,7 @@ def epilogue(ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, end_at: 
 def _write_running(
     ctx: Context, own: CorrectionThread, tile: Tile, t: Int32, at: Cursor, inverse: Float32
 ) -> None:
-    """Merge the thread's row with the running one, past SMEM."""
+    """Merge the thread's row with the running one, or write it as a split's, past SMEM."""
     plan, factor = ctx.plan, None
     if cutlass.const_expr(ctx.sRunning is not None):
         factor = ctx.sRunning[own.row, t]

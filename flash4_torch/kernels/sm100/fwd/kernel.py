@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from ...common import attn_mask, ring
 from ...common.cta_pair import make_cta_pair, peer_of
 from ...common.fwd.launch import Maps, Pages
-from ...common.fwd.tiles import WORK_TILE_WORDS
+from ...common.fwd.tiles import work_tile_words
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs, with_mask
 from ...common.ring import Ring
@@ -76,7 +76,7 @@ def forward_kernel(
         sScale=memory.allocate_tensor(Float32, numbers, byte_alignment=16),
         sInverse=memory.allocate_tensor(Float32, numbers, byte_alignment=16),
         sRunning=sRunning,
-        work_tile=memory.allocate_array(Int32, WORK_TILE_WORDS * TILE_STAGES),
+        work_tile=memory.allocate_array(Int32, work_tile_words(plan) * TILE_STAGES),
         tmem_holder=memory.allocate_array(Int32),
         tile=ring.allocate(memory, TILE_STAGES),
         load_q=ring.allocate(memory, plan.q_tiles),

@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 from ....configs.types import Features, Sm100Forward
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
-from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel
+from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel, outputs_of
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs
 from ...common.smem_layouts import column_major_layout, row_major_layout
@@ -55,13 +55,15 @@ def forward(
 
     With `features.running` out is float32, and lse may have more rows than q: the kernel writes the first
     ones of each head. "add" merges its results with those that out and lse have.
+
+    With `features.splits` out (N, B, Sq, Hq, Dv) is float32 and lse (N, B, Hq, Sq), or (N, T, Hq, Dv) and
+    (N, Hq, T): of N splits of every tile's blocks, for `merge_states` to merge. The first one counts sinks.
     """
     plan.check()
     q, k, v = host.in_order(params.heads_first, q, k, v)
-    out = host.in_order(params.out_heads_first, out)
+    out, outputs = outputs_of(out, k, params, plan)
     heads, keys = host.by_kv_head(q, k), host.positions_first(k)
     values = cute.make_tensor(v.iterator, cute.select(host.positions_first(v).layout, [1, 0, 2, 3]))
-    outputs = host.by_kv_head(out, k)
 
     layouts = Layouts(
         q=row_major_layout(plan.dtype, ROWS, plan.D, plan.q_tiles),
@@ -77,7 +79,7 @@ def forward(
         *host.tensor_map(load, values, layouts.v, (plan.output.b.columns, plan.v_rows), plan.boxes),
         *_store_map(store, outputs, layouts, plan),
     )
-    tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
+    tiles = count_tiles(q, out, maps, cu_seqlens_q, params, plan)
     kernel = forward_kernel(
         maps,
         layouts,
@@ -96,9 +98,11 @@ def forward(
     tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream)
 
 
-def _store_map(store: Any, outputs: cute.Tensor, layouts: Layouts, plan: Plan) -> tuple[Any, cute.Tensor]:
-    """The map for O; running results are written past SMEM."""
-    if plan.features.running:
+def _store_map(
+    store: Any, outputs: cute.Tensor | None, layouts: Layouts, plan: Plan
+) -> tuple[Any, cute.Tensor | None]:
+    """The map for O; running results and those of splits are written past SMEM."""
+    if plan.stores_float32:
         return None, outputs
     return host.tensor_map(store, outputs, layouts.o, (plan.store_box, plan.Dv))
 

@@ -278,6 +278,7 @@ class Plan(ForwardPlan):
         assert not c.o_over_q or self.Dv <= self.D
         self.check_pages()
         self.check_running()
+        self.check_splits()
         assert c.tensor_memory(f) <= COLUMNS
         softmax, correction, other, idle = self.registers
         second = softmax if self.q_tiles == 2 else idle

@@ -11,6 +11,7 @@ from ...common import band as bands
 from ...common import softmax as online
 from ...common.fragment import row_fragment
 from ...common.fwd import running, tiles
+from ...common.fwd.stores import store_lse
 from ...common.fwd.tiles import Tile
 from ...common.ring import Cursor
 from ...common.role import role
@@ -307,22 +308,12 @@ def _finish(ctx: Context, t: SoftmaxThread, at: Cursor, end_at: Cursor) -> None:
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     sinks = tiles.sinks_of(ctx, tile, (t.row,))
     ends = online.finalize(t.rows, scale, keep_scale, plan.softmax, sinks)
-    factors = running.join(ctx, ends, tile, spans.first_query(ctx, tile, t.q_tile), (t.row,))
+    tiles.hide_empty_split(ctx, tile, ends.lse)
+    first = spans.first_query(ctx, tile, t.q_tile)
+    factors = running.join(ctx, ends, tile, first, (t.row,))
     ring.wait_empty(ctx.inverse, end_at)
     ctx.sInverse[t.row, t.q_tile] = ends.inverse[0]
     if cutlass.const_expr(factors is not None):
         ctx.sRunning[t.row, t.q_tile] = factors[0]
     ring.fill(ctx.inverse, end_at)
-    group, lse, low = ctx.maps.mQ.shape[0][0], ctx.lse, ctx.lse_low
-    position = spans.first_query(ctx, tile, t.q_tile) + t.row // plan.pack_gqa
-    h = tile.q_head_group * plan.pack_gqa + t.row % plan.pack_gqa
-    if (position < tile.Sq) & (h < group):
-        head = tile.kv_head * group + h
-        if cutlass.const_expr(plan.features.is_packed):
-            lse[head, tile.q_offset + position] = ends.lse[0]
-            if cutlass.const_expr(low is not None):
-                low[head, tile.q_offset + position] = ends.lse_low[0]
-        else:
-            lse[tile.batch, head, tile.q_offset + position] = ends.lse[0]
-            if cutlass.const_expr(low is not None):
-                low[tile.batch, head, tile.q_offset + position] = ends.lse_low[0]
+    store_lse(ctx, ends, tile, first, (t.row,), t.row)

@@ -50,7 +50,7 @@ class Context:
     sExchange: cute.Tensor | None
     """(rows, column_warps): of each row the maximum of a warp's scores, at last the sum of its weights."""
     work_tile: cute.Pointer
-    """`WORK_TILE_WORDS` words: the tile, which the epilogue reads again, lest it take registers meanwhile."""
+    """`work_tile_words` words: the tile, which the epilogue reads again, lest it take registers meanwhile."""
     sKeepBits: cute.Tensor | None
     """(32, words, row_mmas, warps): see `dropout.take`."""
     out: cute.Tensor

@@ -31,6 +31,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile) -> None:
         rows = row_pair(ctx, m)
         sinks = tiles.sinks_of(ctx, tile, rows)
         ends = softmax.finalize(t.rows[m], scale, keep_scale, plan.softmax, sinks)
+        tiles.hide_empty_split(ctx, tile, ends.lse)
         factors = running.join(ctx, ends, tile, first, rows)
         if cutlass.const_expr(factors is not None):
             # All that share a row have read its lse.
@@ -72,16 +73,11 @@ def _store_vectors(
     ctx: Context, O: cute.Tensor, factors: tuple | None, tile: Tile, first: Int32, rows: tuple[Int32, Int32]
 ) -> None:
     """Store the lane's eight columns of every 32, of both of its rows; see `running.join` for `factors`."""
-    plan, group = ctx.plan, ctx.maps.mQ.shape[0][0]
+    plan = ctx.plan
     for half in cutlass.range_constexpr(2):
-        i = first + rows[half] // plan.pack_gqa
-        h = tile.q_head_group * plan.pack_gqa + rows[half] % plan.pack_gqa
-        if (i < tile.Sq) & (h < group):
-            target = ctx.out
-            if cutlass.const_expr(plan.features.varlen):
-                target = target[tile.q_offset + i, tile.kv_head * group + h, None]
-            else:
-                target = target[tile.batch, i, tile.kv_head * group + h, None]
+        i, h = running.place(ctx, tile, first, rows[half])
+        if running.has(ctx, tile, i, h):
+            target = running.out_row(ctx, tile, i, h)
             place = ctx.lane, ctx.column_warp * plan.own_columns
             factor = None if factors is None else factors[half]
             warp_tf32.store_row(O, half, target, plan.features.Dv, *place, factor)

@@ -75,7 +75,7 @@ def forward_kernel(
         sV=sV,
         sP=sP,
         sExchange=sExchange,
-        work_tile=memory.allocate_array(Int32, tiles.WORK_TILE_WORDS),
+        work_tile=memory.allocate_array(Int32, tiles.work_tile_words(plan)),
         sKeepBits=sKeepBits,
         out=out,
         lse=lse,

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from ....configs.types import Features, Sm80Forward
 from ...common import host
 from ...common.attn_mask import MaskArgs
-from ...common.fwd.launch import Maps, compile_for_any, count_tiles
+from ...common.fwd.launch import Maps, compile_for_any, count_tiles, outputs_of
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs
 from ...common.smem_layouts import column_major_layout, row_major_layout
@@ -47,10 +47,13 @@ def forward(
 
     With `features.running` out is float32, and lse may have more rows than q: the kernel writes the first
     ones of each head. "add" merges its results with those that out and lse have.
+
+    With `features.splits` out (N, B, Sq, Hq, Dv) is float32 and lse (N, B, Hq, Sq), or (N, T, Hq, Dv) and
+    (N, Hq, T): of N splits of every tile's blocks, for `merge_states` to merge. The first one counts sinks.
     """
     plan.check()
     q, k, v = host.in_order(params.heads_first, q, k, v)
-    out = host.in_order(params.out_heads_first, out)
+    out, outputs = outputs_of(out, k, params, plan)
     values = host.positions_first(v)
     maps = Maps(
         None,
@@ -60,7 +63,7 @@ def forward(
         None,
         cute.make_tensor(values.iterator, cute.select(values.layout, [1, 0, 2, 3])),
         None,
-        host.by_kv_head(out, k),
+        outputs,
     )
     dtype, D, Dv = plan.staged_dtype, plan.halves(plan.D), plan.halves(plan.Dv)
     layouts = Layouts(
@@ -70,7 +73,7 @@ def forward(
         o=None if plan.is_float32 else _o_layout(plan),
         weights=_weights_layout(plan) if plan.shares_rows else None,
     )
-    tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
+    tiles = count_tiles(q, out, maps, cu_seqlens_q, params, plan)
     forward_kernel(
         maps,
         layouts,

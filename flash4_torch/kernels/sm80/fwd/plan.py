@@ -148,7 +148,7 @@ class Plan(ForwardPlan):
     @property
     def stages_o(self) -> bool:
         """Whether O leaves through SMEM."""
-        return not (self.is_float32 or self.features.running)
+        return not (self.is_float32 or self.stores_float32)
 
     @property
     def stores_by_tma(self) -> bool:
@@ -177,4 +177,5 @@ class Plan(ForwardPlan):
         assert not self.paged
         assert not (f.is_float32 and c.lazy_rescale)
         self.check_running()
+        self.check_splits()
         assert not f.running or f.is_float32 or not self.shares_rows

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warp
 from ...common import ring, scores, softmax
 from ...common.fwd import running
 from ...common.fwd.stores import store_box, store_lse, store_rows
-from ...common.fwd.tiles import Tile, is_empty_split, sinks_of
+from ...common.fwd.tiles import Tile, hide_empty_split, sinks_of
 from ...common.ring import Cursor
 from ...common.rounding import round_to
 from ...common.warps import GROUP, WARP
@@ -28,9 +28,7 @@ def epilogue(ctx: Context, t: Thread, tile: Tile, q_at: Cursor) -> None:
     keep_scale = ctx.params.keep_scale if plan.features.dropout else Float32(1.0)
     sinks = sinks_of(ctx, tile, (t.row, t.row + 8))
     ends = softmax.finalize(t.rows, scale, keep_scale, plan.softmax, sinks)
-    if cutlass.const_expr(plan.features.splits):
-        if is_empty_split(ctx, tile):
-            ends.lse.fill(-Float32.inf)
+    hide_empty_split(ctx, tile, ends.lse)
     if cutlass.const_expr(plan.stores_float32):
         _write_running(ctx, t, ends, tile, q_at)
     else:

@@ -13,7 +13,7 @@ from ....configs.types import Features, Sm90Forward
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.fwd import pages
-from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel
+from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel, outputs_of
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs
 from ...common.smem_layouts import column_major_layout, row_major_layout
@@ -62,10 +62,8 @@ def forward(
     """
     plan.check()
     q, k, v = host.in_order(params.heads_first, q, k, v)
-    heads, outputs = host.by_kv_head(q, k), None
-    if cutlass.const_expr(not plan.features.splits):
-        out = host.in_order(params.out_heads_first, out)
-        outputs = host.by_kv_head(out, k)
+    out, outputs = outputs_of(out, k, params, plan)
+    heads = host.by_kv_head(q, k)
 
     layouts = Layouts(
         q=row_major_layout(plan.dtype, ROWS, plan.D, plan.warpgroups * plan.config.q_stages),
@@ -81,9 +79,7 @@ def forward(
         *_key_maps(k, v, layouts, plan),
         *_store_map(store, outputs, layouts, plan),
     )
-    tiles = count_tiles(q, maps, cu_seqlens_q, params, plan)
-    if cutlass.const_expr(plan.features.splits):
-        tiles = tiles * out.shape[0]
+    tiles = count_tiles(q, out, maps, cu_seqlens_q, params, plan)
     kernel = forward_kernel(
         maps,
         layouts,
