@@ -11,33 +11,37 @@ MAX_PACK = 64
 
 
 def may_pack(features: Features) -> bool:
-    """Whether heads may be packed: dropout's keep bits and a mask's rows follow single heads."""
-    return not features.dropout and not features.lists_blocks
+    """Whether heads may be packed: dropout's keep bits and a block mask's tiles follow single heads."""
+    return not features.dropout and not features.mods.blocks
 
 
 def possible_packs(features: Features, group: int | None) -> list[int]:
-    """All that `best_pack` returns for some sizes; with `group`, for that many query heads of a KV head."""
+    """All that `best_pack` returns for some sizes; with `group`, for that many query heads of a KV head.
+
+    Next to attn_mask they divide the group, since its tables have heads of a tile side by side.
+    """
     if not may_pack(features):
         return [1]
-    most = MAX_PACK if group is None else cover(group)
-    return [p for p in _powers_of_two() if p <= most]
+    if group is None:
+        return list(_powers_of_two())
+    return [p for p in _powers_of_two() if p <= cover(group) and not (features.mask and group % p)]
 
 
 def best_pack(features: Features, rows: int, sizes: Sizes) -> int:
     """The number of heads in a tile of `rows` rows for the fewest tiles; of equals the fewest heads."""
     Sq, group = sizes.Sq, sizes.group
-    if not may_pack(features) or Sq >= rows:
+    if Sq >= rows:
         return 1
 
     def tiles(pack: int) -> int:
         return -(-group // pack) * -(-Sq * pack // rows)
 
-    return min((p for p in _powers_of_two() if p <= cover(group)), key=tiles)
+    return min(possible_packs(features, group), key=tiles)
 
 
 def rows_that_share_keys(features: Features, sizes: Sizes) -> int:
     """Query rows next to the same keys: those of all heads of a group, where these may be packed."""
-    return sizes.Sq * cover(sizes.group) if may_pack(features) else sizes.Sq
+    return sizes.Sq * possible_packs(features, sizes.group)[-1]
 
 
 def cover(group: int) -> int:

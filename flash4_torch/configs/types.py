@@ -148,11 +148,8 @@ class Features(NamedTuple):
 
     @property
     def may_be_split(self) -> bool:
-        """Whether a tile's keys can be divided among splits: sums of lse are not exact enough for the large
-        scores of floating masks.
-        """
-        whole = self.running or self.dropout or self.segments or self.splits
-        return not (whole or self.float_mask or any(self.mods))
+        """Whether a tile's keys can be divided among splits."""
+        return not (self.running or self.dropout or self.segments or self.splits or any(self.mods))
 
     @property
     def row_stats(self) -> int:

@@ -187,7 +187,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` of some of B batch entries.
 
-    dv = w^T dout;   ds = scale * w * (dout v^T - rowsum(dout * out) + dlse);   dq = ds k;   dk = ds^T q
+    dv = w^T dout;   ds = scale * w * (dw - rowsum(w * dw) + dlse), dw = dout v^T;   dq = ds k;   dk = ds^T q
+
+    rowsum(w * dw) is rowsum(dout * out), but of numbers that were rounded alike: a single key has no gradient.
     """
     dtype, products, work = q.dtype, products_dtype(q.dtype), working_dtype(q.dtype)
     if dtype != products:
@@ -205,10 +207,10 @@ def _backward(
         factors = _factors(scoring.dropout, weights, B, batch)
         ds *= factors
         applied = factors.mul_(weights)
-    delta = (dout.to(work) * out).sum(-1).transpose(1, 2)
+    ds = torch._softmax_backward_data(ds, weights, -1, work)
     if dlse is not None:
-        delta = delta - dlse
-    ds.sub_(delta[..., None]).mul_(weights).mul_(scoring.scale)
+        ds += weights * dlse[..., None]
+    ds.mul_(scoring.scale)
     ds, applied = ds.to(products), applied.to(products)
     dv = applied.transpose(2, 3) @ dout_rows
     dq, dk = ds @ k.transpose(1, 2), ds.transpose(2, 3) @ q.transpose(1, 2)

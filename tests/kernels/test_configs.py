@@ -26,7 +26,7 @@ from flash4_torch.configs import (
 )
 from flash4_torch.configs.decode_shares import Work
 from flash4_torch.configs.sizes import BackwardSizes, Sizes
-from flash4_torch.configs.types import Features, Sm80Forward
+from flash4_torch.configs.types import Features, Mods, Sm80Forward
 
 HEAD_DIMS = range(8, 257, 8)
 BARE = Features("bfloat16", 64, 64)
@@ -315,10 +315,19 @@ def test_packing_never_costs_tiles(table: ModuleType, Sq: int, group: int, right
 
 
 @EACH_TABLE
-@pytest.mark.parametrize("extra", [{"dropout": True}, {"mask": "bool"}])
+@pytest.mark.parametrize("extra", [{"dropout": True}, {"mods": Mods(blocks=True)}])
 def test_rows_that_differ_by_head_are_not_packed(extra: dict[str, object], table: ModuleType) -> None:
     assert table.forward(BARE, Sizes(1, 1024, 8)).pack_gqa == 8
     assert table.forward(BARE._replace(**extra), Sizes(1, 1024, 8)).pack_gqa == 1
+
+
+@EACH_TABLE
+@given(group=GROUPS, Sq=SIZES, mask=st.sampled_from(["bool", "float32"]))
+def test_heads_that_share_a_mask_tile_divide_the_group(
+    table: ModuleType, group: int, Sq: int, mask: str
+) -> None:
+    """A mask's tables have heads of a tile side by side, and no tile has heads of two groups."""
+    assert group % table.forward(BARE._replace(mask=mask, scaled=True), Sizes(Sq, 1024, group)).pack_gqa == 0
 
 
 @pytest.mark.parametrize(

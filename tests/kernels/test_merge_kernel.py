@@ -45,17 +45,20 @@ def run(
     outs: tuple[Tensor, ...],
     lses: tuple[Tensor, ...],
     sequences: tuple[Tensor, int] | None = None,
+    lows: tuple[Tensor, ...] | None = None,
     **schedule: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """A launch into memory full of NaN; raises for whatever the emulator finds wrong."""
     _, *rows, Dv = outs[0].shape
     dtype = getattr(torch, plan.out_dtype or plan.dtype)
     out, lse = torch.full((*rows, Dv), math.nan, dtype=dtype), torch.full(lses[0].shape[1:], math.nan)
+    low = None if lows is None else torch.full_like(lse, math.nan)
     ends = [] if sequences is None else [sequences[0]]
-    touched = [x for x in (*outs, *lses, out, lse, *ends) if x.numel()]
+    results = (out, lse) if low is None else (out, lse, low)
+    touched = [x for x in (*outs, *lses, *(lows or ()), *results, *ends) if x.numel()]
     with emulate.device(arch, **schedule) as device, device.touching(*touched):
-        compiled(arch, plan)(outs, lses, out, lse, sequences)
-    return out, lse
+        compiled(arch, plan)(outs, lses, lows, out, lse, low, sequences)
+    return results
 
 
 def parts(draw: st.DrawFn, plan: MergePlan) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -102,6 +105,26 @@ def test_results_are_those_over_all_keys(arch: str, plan: MergePlan, data: st.Da
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)
     again = run(arch, plan, outs, lses, sequences, schedule="fuzz", seed=data.draw(st.integers(0, 9)))
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("arch", one_of(1, ARCHS))
+@pytest.mark.parametrize("at", [0.0, 2.0**23, -(2.0**127)])
+def test_weights_count_what_rounding_took_from_large_lses(arch: str, at: float) -> None:
+    """Parts of 1, 2, ... keys next to a large score: lse alone would hide how many they are."""
+    plan = MergePlan("float32", 64, 1, "bfloat16", lanes=4, has_low=True)
+    counts = torch.arange(1.0, 8.0).double()
+    rounded = (at + counts.log()).float()
+    rest = (at - rounded.double()) + counts.log()
+    lses, lows = (x.float()[:, None, None, None].repeat(1, 1, 3, 5) for x in (rounded, rest))
+    lses[2, ..., 0], outs = -math.inf, torch.randn(7, 1, 5, 3, 64)
+    lses[:, :, 0, 1] = -math.inf
+    out, lse, low = run(arch, plan, (outs,), (lses,), lows=(lows,))
+    weights = counts[:, None, None, None].where(lses.isfinite(), 0.0)
+    total = weights.sum(0)
+    truth = (weights.transpose(2, 3)[..., None] * outs).sum(0) / total.transpose(1, 2)[..., None]
+    torch.testing.assert_close(out.double(), truth.where(truth.isfinite(), 0.0), rtol=0.005, atol=1e-6)
+    torch.testing.assert_close((lse.double() - at) + low.double(), total.log(), rtol=0.0, atol=1e-6)
+    assert (low[0, 0, 1], lse[0, 0, 1]) == (0.0, -math.inf)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -82,6 +82,9 @@ STATICS = {
     "splits, packed": static(128, 120, (2, 3), splits=True, pack_gqa=4, **WINDOW),
     "splits, varlen, sinks": static(96, 80, (2, 5), splits=True, varlen=True, sinks="float32", **CAUSAL),
     "splits, bool mask": static(128, 128, (2, 3), splits=True, mask="bool", **CAUSAL),
+    "splits, float16 mask": static(
+        64, 64, (1, 6), "float16", splits=True, mask="float16", scaled=True, sinks="float32", pack_gqa=2
+    ),
     "splits, O over Q": static(
         192, 128, (2, 2), "float16", splits=True, o_over_q=True, softcap=True, scaled=True
     ),
@@ -89,6 +92,8 @@ STATICS = {
 if EVERYTHING:
     STATICS |= SM100.covering(STATICS.values())
 FEW = few(STATICS, "plain", "causal", "pair", "splits, varlen, sinks")
+
+SPLITS = [name for name, (features, _) in STATICS.items() if features.splits]
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -148,9 +153,7 @@ def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None
     sequences_are_alone(STATICS[name], poison)
 
 
-@pytest.mark.parametrize(
-    "name", of_few(FEW, ["splits, varlen, sinks", "splits", "splits, packed", "splits, bool mask"])
-)
+@pytest.mark.parametrize("name", of_few(FEW, SPLITS))
 def test_splits_without_blocks_have_nothing(name: str) -> None:
     empty_splits_have_nothing(STATICS[name])
 

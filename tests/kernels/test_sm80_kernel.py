@@ -151,6 +151,9 @@ FLOAT32 = {
     ),
     "varlen": static(64, 128, (4, 1, 32, 1), "float32", varlen=True, tf32=True, dropout=True, **WINDOW),
     "splits": static(64, 72, (4, 2, 32, 2), "float32", splits=True, tf32=True, sinks="float32", **CAUSAL),
+    "splits, float32 mask": static(
+        64, 64, (4, 1, 32, 1), "float32", splits=True, mask="float32", scaled=True, pack_gqa=2, **CAUSAL
+    ),
     "splits, shared rows": static(256, 200, (8, 1, 32, 1), "float32", splits=True, varlen=True, **SHARED),
 }
 STATICS.update({f"float32: {name}": kernel for name, kernel in FLOAT32.items()})
@@ -164,6 +167,8 @@ FEW = few(
     "splits, varlen, sinks",
     "float32: splits, shared rows",
 )
+
+SPLITS = [name for name, (features, _) in STATICS.items() if features.splits]
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -206,19 +211,7 @@ def test_rows_that_see_nothing_are_zero_whatever_the_values(name: str) -> None:
     blind_rows_are_zero(STATICS[name])
 
 
-@pytest.mark.parametrize(
-    "name",
-    of_few(
-        FEW,
-        [
-            "splits, varlen, sinks",
-            "float32: splits, shared rows",
-            "splits",
-            "float32: splits",
-            "splits, bool mask",
-        ],
-    ),
-)
+@pytest.mark.parametrize("name", of_few(FEW, SPLITS))
 def test_splits_without_blocks_have_nothing(name: str) -> None:
     empty_splits_have_nothing(STATICS[name])
 

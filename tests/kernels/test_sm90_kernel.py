@@ -106,10 +106,15 @@ STATICS = {
     "splits, bool mask": static(
         64, 64, (2, 128, 4, 2), splits=True, mask="bool", k_ahead=True, sinks="bfloat16", **WINDOW
     ),
+    "splits, float32 mask": static(
+        64, 72, (1, 64, 2, 2), "float16", splits=True, mask="float32", scaled=True, pack_gqa=2
+    ),
     "varlen, O over Q": static(192, 192, (2, 80, 2, 1), varlen=True, o_over_q=True, k_ahead=True, **CAUSAL),
 }
 STATICS |= SM90.covering(STATICS.values())
 FEW = few(STATICS, "half", "turns, half", "pair", "varlen", "splits, varlen, sinks")
+
+SPLITS = [name for name, (features, _) in STATICS.items() if features.splits]
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -150,9 +155,7 @@ def test_sequences_do_not_see_their_neighbours(name: str, poison: float) -> None
     sequences_are_alone(STATICS[name], poison)
 
 
-@pytest.mark.parametrize(
-    "name", of_few(FEW, ["splits", "splits, packed", "splits, varlen, sinks", "splits, bool mask"])
-)
+@pytest.mark.parametrize("name", of_few(FEW, SPLITS))
 def test_splits_without_blocks_have_nothing(name: str) -> None:
     empty_splits_have_nothing(STATICS[name])
 

@@ -145,28 +145,37 @@ def run(kernel: Kernel, call: Call, where: Where | None = None, **schedule: Any)
     tensors = (*_ordered(call.order[0], q, call.k, call.v), *_ordered(call.order[1], out), lse, low)
     where = where or emulated(kernel, call, **schedule)
     if features.splits:
-        parts = Results(*(torch.full((call.splits, *x.shape), math.nan) for x in (out, lse)))
-        tensors = (*tensors[:3], *parts, None)
+        results = (out, lse) if low is None else (out, lse, low)
+        parts = tuple(torch.full((call.splits, *x.shape), math.nan) for x in results)
+        tensors = (*tensors[:3], *(parts if low is not None else (*parts, None)))
     _launch(kernel, call, tensors, (), mask, plan, (), max(call.lengths[0]), where, (call.sinks,))
-    assert low is None or not low.isnan().any()
     if features.splits:
         arch = schedule.pop("arch", "") or arch_of(kernel)
         with emulate.device(arch, num_sms=call.num_sms, **schedule) as device:
-            _merge(device, features, call, parts, Results(*_ordered(call.order[1], out), lse))
+            _merge(device, features, call, parts, (*_ordered(call.order[1], out), *results[1:]))
+    assert low is None or not low.isnan().any()
     return Results(out, lse)
 
 
-def _merge(device: emulate.Device, features: Features, call: Call, parts: Results, results: Results) -> None:
-    """Merge the results of splits; out and its parts come as (B, S, H, D) or packed."""
+def _merge(
+    device: emulate.Device,
+    features: Features,
+    call: Call,
+    parts: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+) -> None:
+    """Merge the results of splits, with or without lse_low; out comes as (B, S, H, D) or packed."""
     sequences = None
     if features.varlen:
         ends = torch.tensor([0, *torch.tensor(call.lengths[0]).cumsum(0)], dtype=torch.int32)
         sequences = ends, 0
-    out = results.out.transpose(1, 2) if call.order[1] and results.out.dim() == 4 else results.out
-    plan = MergePlan("float32", features.Dv, 1, features.dtype, features.varlen, lanes=4)
-    touched = (*parts, out, results.lse, *([] if sequences is None else sequences[:1]))
+    (of_out, of_lse, *of_low), (out, lse, *low) = parts, results
+    out = out.transpose(1, 2) if call.order[1] and out.dim() == 4 else out
+    plan = MergePlan("float32", features.Dv, 1, features.dtype, features.varlen, 4, features.float_mask)
+    touched = (*parts, out, lse, *low, *([] if sequences is None else sequences[:1]))
     with device.touching(*touched):
-        compiled_merge(plan, device.arch)((parts.out,), (parts.lse,), out, results.lse, sequences)
+        merge = compiled_merge(plan, device.arch)
+        merge((of_out,), (of_lse,), tuple(of_low) or None, out, lse, low[0] if low else None, sequences)
 
 
 def empty_splits_have_nothing(kernel: Kernel) -> None:
@@ -174,6 +183,9 @@ def empty_splits_have_nothing(kernel: Kernel) -> None:
     (features, config), generator = kernel, torch.Generator().manual_seed(0)
     shape = 1, 1, 150, 3 * config.keys
     mask = torch.rand(shape, generator=generator) > 0.2 if features.mask else None
+    if features.float_mask:
+        numbers = 9.0 * torch.randn(shape, generator=generator)
+        mask = numbers.masked_fill(~mask, -math.inf).to(getattr(torch, features.mask))
     call = drawn(kernel, lengths=((shape[2],), (shape[3],)), splits=3, left=9999, mask=mask)
     found = run(kernel, call)
     check_results(kernel, call, found)

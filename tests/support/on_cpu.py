@@ -137,10 +137,11 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
     q, k, v = on_cpu_backward.in_order(heads_first, *qkv)
     if features.splits:
         # The last split has all keys. The others have none, and nobody reads what they hold.
-        parts, part_lses = out, lse
-        parts.fill_(math.nan), part_lses.fill_(-math.inf)
-        out, lse = parts[-1], part_lses[-1]
-        assert len(parts) > 1 and parts.is_contiguous() and part_lses.is_contiguous()
+        parts = [x for x in (out, lse, low) if x is not None]
+        assert len(out) > 1 and all(x.is_contiguous() for x in parts)
+        for x, value in zip(parts, (math.nan, -math.inf, 0.0), strict=False):
+            x.fill_(value)
+        out, lse, low = (None if x is None else x[-1] for x in (out, lse, low))
     else:
         (out,) = on_cpu_backward.in_order(out_heads_first, out)
     args = q, k, v, out, lse, low, counter, ends_q, ends_k, mask_args, rng_state, sinks, params
@@ -174,15 +175,21 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
 
 
 def _merge(plan: MergePlan, *args: Any) -> None:
-    (parts,), (lses,), out, lse, sequences = args
+    (parts,), (lses,), lows, out, lse, low, sequences = args
+    assert (lows is not None) == (low is not None) == plan.has_low
     rows = [slice(None)]
     if plan.varlen:
         ends, least = sequences
         rows = [slice(*pair) for pair in pairwise(ends.tolist())]
         rows = [x for x in rows if x.stop - x.start >= least]
         parts, lses, out, lse = parts[:, None], lses[:, None], out[None], lse[None]
-    assert plan == MergePlan("float32", out.shape[-1], 1, dtype_name(out.dtype), plan.varlen, plan.lanes)
-    merged, merged_lse = kvcache.merge([parts], [lses])
+    own = MergePlan("float32", out.shape[-1], 1, dtype_name(out.dtype))
+    assert plan == own._replace(varlen=plan.varlen, lanes=plan.lanes, has_low=plan.has_low)
+    exact = lses.double() + (0.0 if lows is None else lows[0].double())
+    whole = exact.logsumexp(0)
+    if low is not None:
+        low.copy_((whole - whole.float()).where(whole.isfinite(), 0.0))
+    merged, merged_lse = kvcache.merge([parts.double()], [exact])
     for x in rows:
         out[:, x], lse[..., x] = merged[:, x].to(out.dtype), merged_lse[..., x]
 

@@ -41,6 +41,8 @@ class Splits(NamedTuple):
     number: int
     merge: compile.Function
     """The kernel that merges their results."""
+    has_low: bool
+    """Whether lse has a rounding error that counts."""
 
 
 class Kernel(NamedTuple):
@@ -92,19 +94,20 @@ def with_splits(
     """The kernels of a problem whose keys are split."""
     config = split.config
     function = find(target.forward, (features._replace(splits=True), config))
-    splits = Splits(split.number, find(MERGE_STATES, (merge_plan(features),)))
+    merge = find(MERGE_STATES, (merge_plan(features),))
+    splits = Splits(split.number, merge, features.float_mask)
     return Kernel(function, config, params_of(target, problem, config, num_sms), splits)
 
 
 def merge_plan(features: Features) -> MergePlan:
     """What merges the results of splits."""
-    return MergePlan("float32", features.Dv, 1, features.dtype, features.varlen, lanes=_LANES)
+    return MergePlan("float32", features.Dv, 1, features.dtype, features.varlen, _LANES, features.float_mask)
 
 
-def needs_of(splits: Splits, shapes: Shapes) -> tuple[Need, Need]:
-    """Memory for out and lse of all splits."""
-    out, lse = ((splits.number, *shape) for shape in shapes)
-    return (out, torch.float32), (lse, torch.float32)
+def needs_of(splits: Splits, shapes: Shapes) -> tuple[Need, ...]:
+    """Memory for out, lse and, if it counts, lse_low of all splits."""
+    out, lse = (((splits.number, *shape), torch.float32) for shape in shapes)
+    return (out, lse, lse) if splits.has_low else (out, lse)
 
 
 Sequence = Callable[[Inputs, Tensor], Results]
@@ -125,12 +128,13 @@ def sequence(
     def launch(x: Inputs, tile_counter: Tensor) -> Results:
         low = new_lse() if has_float_mask(x.attn_mask) else None
         results = Results(new_out(), new_lse(), low)
-        written = results if new_parts is None else Results(*new_parts())
-        run(function, x, written, tile_counter, read_mask(x.attn_mask), params)
+        parts = results if new_parts is None else Results(*new_parts())
+        run(function, x, parts, tile_counter, read_mask(x.attn_mask), params)
         if splits is not None:
             ends = x.cu_seqlens_q
             sequences = None if ends is None else (lengths(ends), 0)
-            splits.merge((written.out,), (written.lse,), results.out, results.lse, sequences)
+            lows = None if low is None else (parts.lse_low,)
+            splits.merge((parts.out,), (parts.lse,), lows, results.out, results.lse, low, sequences)
         return results
 
     return launch

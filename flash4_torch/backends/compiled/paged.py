@@ -223,7 +223,7 @@ def sequence(
         if block_table.dtype != torch.int32:
             block_table = block_table.to(torch.int32)
         ends = lengths(cu_seqlens_q)
-        parts, part_lses = (out, lse) if splits is None else parts_of(*out.shape)()
+        parts, part_lses, *_ = (out, lse) if splits is None else parts_of(*out.shape)()
         function(
             q,
             k_cache,
@@ -240,6 +240,6 @@ def sequence(
             params,
         )
         if splits is not None:
-            splits.merge((parts,), (part_lses,), out, lse, (ends, min_seqlen_q))
+            splits.merge((parts,), (part_lses,), None, out, lse, None, (ends, min_seqlen_q))
 
     return launch

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...problem import Inputs, Problem, new_gradient
 from .. import tile_counters
-from ..base import BackwardLaunch, Launch, Order
+from ..base import BackwardLaunch, Launch, Order, Results
 from ..views import Layout
 from . import backward as slow_backward
 from . import forward as slow_forward
@@ -104,14 +104,14 @@ def forward(
         if copies_sinks and sinks is not None:
             sinks = sinks.contiguous()
         mask = None if attn_mask is None else read_mask(attn_mask)
-        parts, part_lses = (out, lse) if new_parts is None else new_parts()
-        function(
-            q, k, v, parts, part_lses, low, counter(index), ends_q, ends_k, mask, rng_state, sinks, params
-        )  # fmt: skip
+        parts = Results(out, lse, low) if new_parts is None else Results(*new_parts())
+        results = parts.out, parts.lse, parts.lse_low
+        function(q, k, v, *results, counter(index), ends_q, ends_k, mask, rng_state, sinks, params)
         if splits is not None:
             rows = out.transpose(1, 2) if order.out_heads_first else out
             sequences = None if ends_q is None else (ends_q, 0)
-            splits.merge((parts,), (part_lses,), rows, lse, sequences)
+            lows = None if low is None else (parts.lse_low,)
+            splits.merge((parts.out,), (parts.lse,), lows, rows, lse, low, sequences)
         return out, lse, low, None
 
     return launch

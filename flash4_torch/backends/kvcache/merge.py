@@ -40,7 +40,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     parts = tuple(copied_to_rows(x, step) for x in outs)
     out, lse = first.new_empty(first.shape[1:]), lses[0].new_empty(lses[0].shape[1:])
     kernel = kernels.find(MERGE_STATES, (plan_of(parts),))
-    launch_on(first.device, kernel, parts, tuple(lses), out, lse, None)
+    launch_on(first.device, kernel, parts, tuple(lses), None, out, lse, None, None)
     return out, lse
 
 

@@ -21,7 +21,7 @@ from ..common.kvcache import MergePlan
 from ..common.rounding import round_to, widened
 from ..common.scores import LOG2E
 from ..common.sequences import TokenPlaces, sequence_of
-from ..common.softmax import LN2, larger
+from ..common.softmax import LN2, larger, sum_and_error
 from ..common.warps import WARP
 
 THREADS = 128
@@ -36,6 +36,13 @@ class Sequences(NamedTuple):
     """(B + 1,) int32, contiguous"""
     min_seqlen: Int32
     """Shorter sequences are left alone."""
+
+
+class Lse(NamedTuple):
+    """lse of each row, and what rounding took from it, or None."""
+
+    lse: cute.Tensor
+    low: cute.Tensor | None
 
 
 class Row(NamedTuple):
@@ -60,8 +67,10 @@ class Sums(NamedTuple):
 def merge(
     outs: tuple,
     lses: tuple,
+    lse_lows: tuple | None,
     out: cute.Tensor,
     lse: cute.Tensor,
+    lse_low: cute.Tensor | None,
     sequences: Sequences | None,
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
@@ -69,10 +78,11 @@ def merge(
     """Launch lse = log(sum of exp(part's lse)) and out = the sum of exp(part's lse - lse) * part.
 
     outs: tensors (N, B, Sq, Hq, Dv), each with parts of its own; lses, one for each of them: (N, B, Hq, Sq),
-    float32, natural logarithm, any strides. Of out (B, Sq, Hq, Dv) and the parts the last stride is 1, the
-    others are multiples of 16 bytes, as are bases. lse (B, Hq, Sq), float32, contiguous. A part whose lse is
-    -inf has no weight, whatever it holds; without others out is 0 and lse -inf. If one part has all keys, it
-    is the result. B * Sq * Hq is below 2**31, and no size is 0 but N.
+    float32, natural logarithm, any strides; lse_lows, only with `plan.has_low`: their rounding errors. Of out
+    (B, Sq, Hq, Dv) and the parts the last stride is 1, the others are multiples of 16 bytes, as are bases.
+    lse (B, Hq, Sq), float32, contiguous, as is lse_low. A part whose lse is -inf has no weight, whatever it
+    holds; without others out is 0 and lse -inf. If one part has all keys, it is the result. B * Sq * Hq is
+    below 2**31, and no size is 0 but N.
 
     With `plan.varlen` dimensions B and Sq are one, T: the rows of `sequences`.
     """
@@ -83,9 +93,8 @@ def merge(
         tokens, rows = Int32(1), Int64(out.shape[0]) * out.shape[1] * out.shape[2]
     blocks = cute.ceil_div(rows * threads, THREADS)
     grid = (tokens, blocks, 1) if plan.varlen else (blocks, 1, 1)
-    merge_kernel(outs, lses, out, lse, sequences, Int32(rows), plan).launch(
-        grid=grid, block=(THREADS, 1, 1), stream=stream
-    )
+    kernel = merge_kernel(outs, lses, lse_lows, out, Lse(lse, lse_low), sequences, Int32(rows), plan)
+    kernel.launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
 
 
 def _vector_size(numeric: Any) -> int:
@@ -96,8 +105,9 @@ def _vector_size(numeric: Any) -> int:
 def merge_kernel(
     outs: tuple,
     lses: tuple,
+    lse_lows: tuple | None,
     out: cute.Tensor,
-    lse: cute.Tensor,
+    lse: Lse,
     sequences: Sequences | None,
     rows: Int32,
     plan: cutlass.Constexpr,
@@ -116,7 +126,9 @@ def merge_kernel(
         row = Row((index < rows) & _is_served(sequences, token), (token, index), (index, token))
     else:
         row = _row_of_batch(out, index, rows)
-    _merge_vector(outs, lses, out, lse, row, vector, thread % WARP // each, plan.lanes)
+    lows = (None,) * len(lses) if lse_lows is None else lse_lows
+    parts = tuple(Lse(*pair) for pair in zip(lses, lows, strict=True))
+    _merge_vector(outs, parts, out, lse, row, vector, thread % WARP // each, plan.lanes)
 
 
 def _row_of_batch(out: cute.Tensor, index: Int32, rows: Int32) -> Row:
@@ -139,9 +151,9 @@ def _is_served(sequences: Sequences, token: Int32) -> Boolean:
 @cute.jit
 def _merge_vector(
     outs: Sequence[cute.Tensor],
-    lses: Sequence[cute.Tensor],
+    lses: Sequence[Lse],
     out: cute.Tensor,
-    lse: cute.Tensor,
+    lse: Lse,
     row: Row,
     vector: Int32,
     lane: Int32,
@@ -150,21 +162,24 @@ def _merge_vector(
     """Merge 16 bytes of the result; each lane has the parts from `lane` on, in steps of `lanes`."""
     size = _vector_size(out.element_type)
     row_max = -Float32.inf
-    for part_lses in lses:
-        end = part_lses.shape[0] if row.is_there else Int32(0)
+    for part in lses:
+        end = part.lse.shape[0] if row.is_there else Int32(0)
         for n in cutlass.range(lane, end, lanes, unroll=DEPTH):
-            row_max = larger(row_max, part_lses[(n, *row.lse_place)])
+            row_max = larger(row_max, part.lse[(n, *row.lse_place)])
     for step in cutlass.range_constexpr(lanes.bit_length() - 1):
         row_max = larger(row_max, cute.arch.shuffle_sync_bfly(row_max, WARP // lanes << step))
     reference = Float32(0.0) if row_max == -Float32.inf else row_max
     sums = Sums(cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(size, Float32), reference)
     sums.total[0] = 0.0
     sums.values.fill(0.0)
-    for parts, part_lses in zip(outs, lses, strict=True):
+    for parts, part in zip(outs, lses, strict=True):
         end = parts.shape[0] if row.is_there else Int32(0)
         for n in cutlass.range(lane, end, lanes, unroll=DEPTH):
             start = parts[(n, *row.place, None)].iterator + vector * size
-            _add(sums, start, part_lses[(n, *row.lse_place)], size)
+            low = None
+            if cutlass.const_expr(part.low is not None):
+                low = part.low[(n, *row.lse_place)]
+            _add(sums, start, part.lse[(n, *row.lse_place)], low, size)
     for x in (sums.total, sums.values):
         for i in cutlass.range_constexpr(cute.size(x)):
             for step in cutlass.range_constexpr(lanes.bit_length() - 1):
@@ -178,13 +193,22 @@ def _merge_vector(
             sums.values[i] = product if total != 0.0 else Float32(0.0)
         _store(sums.values, vector_at(out[(*row.place, None)].iterator + vector * size, size))
         if vector == 0:
-            lse[row.lse_place] = reference + cute.math.log2(total, fastmath=True) * LN2
+            rest = cute.math.log2(total, fastmath=True) * LN2
+            if cutlass.const_expr(lse.low is None):
+                lse.lse[row.lse_place] = reference + rest
+            else:
+                joined, low = sum_and_error(reference, rest)
+                lse.lse[row.lse_place] = joined
+                lse.low[row.lse_place] = low if total != 0.0 else Float32(0.0)
 
 
 @cute.jit
-def _add(sums: Sums, start: cute.Pointer, lse: Float32, size: cutlass.Constexpr) -> None:
+def _add(sums: Sums, start: cute.Pointer, lse: Float32, low: Float32 | None, size: cutlass.Constexpr) -> None:
     """Add a part's numbers, unless it has no weight."""
-    weight = cute.math.exp2((lse - sums.reference) * LOG2E, fastmath=True)
+    above = lse - sums.reference
+    if cutlass.const_expr(low is not None):
+        above = above + low
+    weight = cute.math.exp2(above * LOG2E, fastmath=True)
     sums.total[0] = sums.total[0] + weight
     numbers = cute.make_rmem_tensor(size, start.dtype)
     cute.autovec_copy(vector_at(start, size), numbers)
@@ -215,11 +239,15 @@ def compile_merge(plan: MergePlan) -> Any:
     outs = tuple(_rows(dtype, (n, *sizes, Hq, plan.Dv)) for n in counts)
     lses = tuple(_strided((n, *of_lse)) for n in counts)
     out, lse = _rows(out_dtype, (*sizes, Hq, plan.Dv)), host.compact(Float32, of_lse)
+    lows, low = None, None
+    if plan.has_low:
+        lows, low = tuple(_strided((n, *of_lse)) for n in counts), host.compact(Float32, of_lse)
     sequences = None
     if plan.varlen:
         sequences = Sequences(host.compact(Int32, host.any_sizes(1)), Int32(0))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(merge, outs, lses, out, lse, sequences, plan, stream, options="--enable-tvm-ffi")
+    tensors = (outs, lses, lows, out, lse, low, sequences)
+    return cute.compile(merge, *tensors, plan, stream, options="--enable-tvm-ffi")
 
 
 def _rows(dtype: type, shape: tuple[Any, ...]) -> cute.Tensor:

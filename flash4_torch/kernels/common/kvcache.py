@@ -70,3 +70,5 @@ class MergePlan(NamedTuple):
     """Whether rows are those of packed sequences; others are left alone."""
     lanes: int = 1
     """Threads that divide the parts of a vector of the result, a power of two up to 32."""
+    has_low: bool = False
+    """Whether each lse comes with its rounding error, and the result's leaves with its own."""

@@ -263,7 +263,7 @@ def finalize(
         if (row_sum != 0.0) | (row_max == Float32.inf):
             inverse[r] = factor * cute.arch.rcp_approx(row_sum)
             if cutlass.const_expr(method.subtracts_max_first):
-                lse[r], low[r] = _sum_and_error(row_max, cute.math.log2(row_sum, fastmath=True) * LN2)
+                lse[r], low[r] = sum_and_error(row_max, cute.math.log2(row_sum, fastmath=True) * LN2)
             else:
                 lse[r] = (row_max * max_scale + cute.math.log2(row_sum, fastmath=True)) * LN2
     return Final(inverse, lse, low if method.subtracts_max_first else None)
@@ -309,7 +309,7 @@ def join_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
     return share, joined
 
 
-def _sum_and_error(x: Float32, y: Float32) -> tuple[Float32, Float32]:
+def sum_and_error(x: Float32, y: Float32) -> tuple[Float32, Float32]:
     """x + y, and what rounding has taken from it (Knuth's TwoSum)."""
     total = x + y
     of_y = total - x

@@ -133,7 +133,7 @@ def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
         )
     )
     lse = host.compact(Float32, host.any_sizes(of_out))
-    lse_low = host.compact(Float32, host.any_sizes(modes)) if features.large_scores else None
+    lse_low = host.compact(Float32, host.any_sizes(of_out)) if features.large_scores else None
     tile_counter = host.compact(Int32, (1,))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
     sequences_k = cu_seqlens

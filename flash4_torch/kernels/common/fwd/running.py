@@ -115,7 +115,7 @@ def query_head(ctx: ForwardContext, tile: Tile, h: Int32) -> Int32:
 
 def out_row(ctx: ForwardContext, tile: Tile, i: Int32, h: Int32) -> cute.Tensor:
     """A row of O in memory."""
-    head, (out, _) = query_head(ctx, tile, h), results_of(ctx, tile)
+    head, (out, _, _) = query_head(ctx, tile, h), results_of(ctx, tile)
     if ctx.plan.features.varlen:
         return out[tile.q_offset + i, head, None]
     return out[tile.batch, i, head, None]

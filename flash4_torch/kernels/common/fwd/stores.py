@@ -59,7 +59,7 @@ def store_lse(
 
     first: query position of row 0. rows: numbers of the thread's rows, counted from there.
     """
-    plan, (_, lse), low = ctx.plan, results_of(ctx, tile), ctx.lse_low
+    plan, (_, lse, low) = ctx.plan, results_of(ctx, tile)
     group = ctx.maps.mQ.shape[0][0]
     for r in cutlass.range_constexpr(len(rows)):
         row = rows[r]

@@ -265,12 +265,13 @@ def hide_empty_split(ctx: ForwardContext, tile: Tile, lse: cute.Tensor) -> None:
             lse.fill(-Float32.inf)
 
 
-def results_of(ctx: ForwardContext, tile: Tile) -> tuple[cute.Tensor, cute.Tensor]:
-    """out and lse of the tile's split."""
+def results_of(ctx: ForwardContext, tile: Tile) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor | None]:
+    """out, lse and lse_low of the tile's split."""
+    out, lse, low = ctx.out, ctx.lse, ctx.lse_low
     if not ctx.plan.features.splits:
-        return ctx.out, ctx.lse
-    everything = (None,) * (cute.rank(ctx.lse) - 1)
-    return ctx.out[(tile.split, *everything, None)], ctx.lse[(tile.split, *everything)]
+        return out, lse, low
+    own = tile.split, *(None,) * (cute.rank(lse) - 1)
+    return out[(*own, None)], lse[own], None if low is None else low[own]
 
 
 @cute.jit
