@@ -13,11 +13,20 @@ def _whole(features: Features, sizes: Sizes) -> Candidate:
     return Candidate(row, row.time)
 
 
+_LOAD_REGISTERS = 8
+"""Registers of each consumer's thread that the load warp has next to several warpgroups: it finds splits."""
+
+
 def _candidates(features: Features) -> list[Candidate]:
     """Rows for many keys; three warpgroups won one of 192 cells, by little."""
-    rows = sm90.candidates(features, None)
-    rows = tuple(row for row in rows if row.config.warpgroups < 3) or rows
-    return [Candidate(row, row.time) for row in rows]
+    rows = [row for row in sm90.candidates(features, None) if _has_registers(features, row.config)]
+    few = [row for row in rows if row.config.warpgroups < 3] or rows
+    return [Candidate(row, row.time) for row in few]
+
+
+def _has_registers(features: Features, config: Sm90Forward) -> bool:
+    taken = _LOAD_REGISTERS if config.warpgroups > 1 else 0
+    return sm90.registers(features, config) + taken <= sm90.available_registers(features, config)
 
 
 def _completed(features: Features, config: Sm90Forward, pack_gqa: int) -> Sm90Forward:

@@ -19,7 +19,7 @@ SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a CTA on Hopper and on Blackwell may have."""
 _BARRIERS_AND_ALIGNMENT = 2048
 _WORK_TILE = 32
-"""Bytes of the work tile of a kernel by mma.sync, without that of a split."""
+"""Bytes of the work tile of a kernel by mma.sync, without those of a split."""
 _ALIGNMENT = 1024
 """Bytes that swizzled memory begins at multiples of."""
 _BARRIERS = 1024
@@ -230,7 +230,7 @@ class Sm80Forward(NamedTuple):
         bits = self.rows * self.column_warps * tile_bits(self.own_keys) if features.dropout else 0
         exchanged = 4 * self.rows * self.column_warps if shares else 0
         whole = sum(-(-2 * n // _ALIGNMENT) * _ALIGNMENT for n in (q, *stages, weights))
-        return whole + bits // 8 + exchanged + _WORK_TILE + 4 * features.splits
+        return whole + bits // 8 + exchanged + _WORK_TILE + 8 * features.splits
 
 
 class Sm90Forward(NamedTuple):

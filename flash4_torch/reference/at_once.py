@@ -189,7 +189,7 @@ def _backward(
 
     dv = w^T dout;   ds = scale * w * (dw - rowsum(w * dw) + dlse), dw = dout v^T;   dq = ds k;   dk = ds^T q
 
-    rowsum(w * dw) is rowsum(dout * out), but of numbers that were rounded alike: a single key has no gradient.
+    rowsum(w * dw) is rowsum(dout * out), but of numbers rounded alike: a single key has no gradient.
     """
     dtype, products, work = q.dtype, products_dtype(q.dtype), working_dtype(q.dtype)
     if dtype != products:

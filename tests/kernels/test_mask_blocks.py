@@ -62,12 +62,13 @@ def masks(draw, plan):
     return mask.expand(-1, -1, -1, keys), (B, H, Sq)
 
 
-def make_tables(arch, plan, mask):
+def make_tables(arch, plan, mask, launches=1, **schedule):
     """The tables of `compile_mask_blocks`, views of the buffer by name."""
     at = place(plan, *mask.shape)
     buffer = torch.full((at.words,), POISON, dtype=torch.int32)
-    with emulate.device(arch) as device, device.touching(mask, buffer):
+    with emulate.device(arch, **schedule) as device, device.touching(mask, buffer):
         compile_tables(arch, plan)(mask, buffer)
+    assert len(device.reports) == launches
     bits = buffer[: at.blocks].view(*mask.shape[:3], at.NB, -1) if at.blocks else None
     blocks = buffer[at.blocks : at.rank].view(-1, at.HB, at.MB, at.NB)
     return buffer, bits, blocks, buffer[at.rank :].view(-1, at.HB, at.MB, at.NB + 1)
@@ -107,6 +108,28 @@ def test_tables(arch, plan, data):
         assert (blocks[index][len(n) :] == POISON).all()
     if plan.dtype == "bool":
         assert torch.equal(shown_by(bits, plan, mask.shape[3]), mask)
+
+
+LONG = [(MaskPlan("bool", 64, 128), 64, 17000), (MaskPlan("float32", 1, 64), 1, 34000)]
+LONG += [(MaskPlan("bool", 32, 176, 2), 40, 8100), (MaskPlan("bfloat16", 16, 80, 4), 16, 6000)]
+
+
+@pytest.mark.parametrize(("plan", "Sq", "keys"), one_of(2, LONG), ids=str)
+@pytest.mark.parametrize("schedule", one_of(1, ["late", "fuzz"]))
+def test_many_keys_of_few_queries_are_divided(plan, Sq, keys, schedule):
+    torch.manual_seed(0)
+    kind = torch.randint(0, 3, (1, plan.heads, 1, -(-keys // 70))).repeat_interleave(70, 3)[..., :keys]
+    mask = ((kind == 2) | ((kind == 1) & (torch.rand(1, plan.heads, Sq, keys) < 0.3))).contiguous()
+    if plan.dtype != "bool":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf).to(getattr(torch, plan.dtype))
+    _, bits, blocks, rank = make_tables("sm_90a", plan, mask, launches=2, schedule=schedule)
+    visible, mixed = kinds(plan, mask)
+    assert torch.equal(rank, torch.nn.functional.pad(visible.cumsum(-1), (1, 0)).int())
+    for index in itertools.product(*map(range, visible.shape[:3])):
+        n = visible[index].nonzero()[:, 0]
+        assert torch.equal(blocks[index][: len(n)], (2 * n + mixed[index][n]).int())
+    if plan.dtype == "bool":
+        assert torch.equal(shown_by(bits, plan, keys), mask)
 
 
 def shown_by(bits, plan, Sk):
@@ -157,13 +180,18 @@ def test_not_a_number_is_visible_and_a_change():
     assert rank[..., -1].item() == 1 and blocks[..., 0].item() == 290 // plan.keys * 2 + 1
 
 
-def test_more_blocks_than_threads():
+@pytest.mark.parametrize(("Sq", "launches"), [(1, 2), (43, 1)])
+def test_more_blocks_than_threads(Sq, launches):
+    """In one part of the keys, where there are so many queries, and in several."""
     plan = MaskPlan("bool", 1, 64)
-    mask = torch.zeros(1, 1, 1, 64 * 1100, dtype=torch.bool)
-    mask[..., 63 : 64 * 600] = True
+    mask = torch.zeros(1, 1, Sq, 64 * 600, dtype=torch.bool)
+    mask[..., 63 : 64 * 550] = True
     mask[..., -3:] = True
-    _, _, blocks, rank = make_tables("sm_100a", plan, mask)
-    n = torch.tensor([*range(600), 1099])
-    assert torch.equal(blocks.flatten()[:601], (2 * n + ((n == 0) | (n == 1099))).int())
-    wanted = torch.tensor([*range(600), *[600] * 500, 601])
-    assert torch.equal(rank.flatten(), wanted.int())
+    if Sq == 1:
+        mask = torch.cat([torch.ones(1, 1, 1, 64 * 500, dtype=torch.bool), mask], 3)
+    _, _, blocks, rank = make_tables("sm_100a", plan, mask, launches)
+    before, total = mask.shape[3] // 64 - 600, mask.shape[3] // 64
+    n = torch.tensor([*range(before + 550), total - 1])
+    assert torch.equal(blocks[0, 0, -1, : len(n)], (2 * n + ((n == before) | (n == total - 1))).int())
+    wanted = torch.tensor([*range(before + 550), *[before + 550] * 50, before + 551])
+    assert torch.equal(rank[0, 0, -1], wanted.int())

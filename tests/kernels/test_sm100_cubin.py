@@ -7,9 +7,9 @@ import pytest
 import compiled_files
 import cubin
 from blackwell_code import assert_code_is_as_planned
-from everything import EVERYTHING
+from everything import EVERYTHING, one_of
 from flash4_torch.compile import Key
-from flash4_torch.configs import sm100, sm103
+from flash4_torch.configs import sm100, sm100_splits, sm103
 from flash4_torch.configs.sizes import Sizes
 from flash4_torch.configs.types import SHARED_MEMORY, Features, Sm100Forward
 
@@ -62,7 +62,10 @@ def features() -> list[Features]:
 
 def kernels() -> list[Kernel]:
     """Kernels for long sequences, whose end is inside a tile."""
-    return [(f, sm100.forward(f, Sizes(4095, 4095))) for f in features()]
+    whole = [(f, sm100.forward(f, Sizes(4095, 4095))) for f in features()]
+    every = (Features("bfloat16", 128, 128, right=True), Features("float16", 64, 64, mask="bool"))
+    split = [(f._replace(splits=True), c) for f in every for c in sm100_splits.SPLITS.reachable(f, 2)]
+    return whole + one_of(2, split)
 
 
 def keys() -> list[Key]:

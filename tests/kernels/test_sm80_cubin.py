@@ -11,7 +11,7 @@ import compiled_files
 import cubin
 from everything import one_of
 from flash4_torch.compile import Key
-from flash4_torch.configs import sm80
+from flash4_torch.configs import sm80, sm80_splits
 from flash4_torch.configs.sizes import Sizes
 from flash4_torch.configs.types import Features, Sm80Forward
 from flex_mods import of_kernels
@@ -27,6 +27,11 @@ TABLES = {
     "sm_120a": sm80.SMALL,
 }
 """The table of each architecture; sm_87, sm_121a and, on request, sm_100a have others'."""
+SPLITS = {
+    sm80.LARGE: sm80_splits.LARGE,
+    sm80.SMALL: sm80_splits.SMALL,
+    sm80.ON_REQUEST: sm80_splits.ON_REQUEST,
+}
 HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256), (40, 24))
 WIDE = ((320, 320), (384, 384), (512, 512))
 DTYPES = ("bfloat16", "float16")
@@ -83,6 +88,7 @@ def reachable(table: sm80.Table) -> Iterator[Kernel]:
         yield from _whole(table)
         yield from _of_functions(table)
         yield from _of_heads(table, HEADS, DTYPES[::-1])
+    yield from _of_splits(table)
 
 
 def _of_heads(
@@ -96,6 +102,18 @@ def _of_heads(
             yield from _of(table, features)
             for tf32 in (False, True):
                 yield from _of(table, features._replace(dtype="float32", tf32=tf32))
+
+
+def _of_splits(table: sm80.Table) -> Iterator[Kernel]:
+    """Splits of keys, of few features and of many, masks among them."""
+    for uses in (*USES[:1], *USES[3:4], *USES[6:]):
+        for D, Dv in HEADS:
+            for dtype, tf32 in (("bfloat16", False), ("float32", False), ("float32", True)):
+                features = Features(dtype, D, Dv, tf32=tf32)._replace(**uses)
+                if not table.limits(features):
+                    for config in SPLITS[table].reachable(features, 8):
+                        if config.pack_gqa in (1, 8):
+                            yield features._replace(splits=True), config
 
 
 def _whole(table: sm80.Table) -> Iterator[Kernel]:

@@ -106,13 +106,16 @@ def split() -> list[Kernel]:
         (128, {**WINDOW, "varlen": True, "page_box": 16}),
         (192, CAUSAL),
         (64, {**CAUSAL, "mask": "bool"}),
+        (128, {"mask": "float32", "scaled": True}),
+        (192, {"mask": "bool"}),
+        (192, {**WINDOW, "mask": "float16", **SOFTCAP}),
         (256, WINDOW),
     ]
     all_features = [Features("bfloat16", D, D)._replace(**uses) for D, uses in every]
     return [
         (f._replace(splits=True), config)
         for f in all_features
-        for config in sm90_splits.SPLITS.reachable(f, 1)
+        for config in sm90_splits.SPLITS.reachable(f, 2)
     ]
 
 

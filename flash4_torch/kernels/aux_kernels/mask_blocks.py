@@ -6,6 +6,9 @@ lie side by side. Ballots tell what the warp's blocks hold, shared memory gather
 running count over the threads, one block each, lists the visible blocks. Rows that do not start at a multiple
 of 16 bytes, and rows whose keys are not contiguous, are loaded one key at a time.
 
+Where few blocks of queries have many keys, several CTAs divide the keys of each. They leave what blocks hold
+in the list's place, and a second launch lists them.
+
 A column-major mask is a view whose rows are neighbours in memory, as keys are for the backward. There a warp
 takes a whole block, and its lanes lie along the rows.
 """
@@ -30,6 +33,10 @@ WARPS = THREADS // WARP
 DEPTH = 8
 """Loads of a lane in flight."""
 VISIBLE, PARTIAL = 1, 2
+_FEW_CTAS = 128
+"""CTAs that keys are divided among, at most."""
+_LEAST_TURNS, _LEAST_PARTS = 4, 3
+"""Loads of each warp in a part of the keys, and parts, at least: fewer would take less time than a launch."""
 
 
 class Shape(NamedTuple):
@@ -80,20 +87,55 @@ def mask_blocks(
     values: cute.Tensor, tables: cute.Tensor, plan: cutlass.Constexpr, stream: cuda.CUstream
 ) -> None:
     mask = make_mask(MaskArgs(values, tables), plan)
-    B, HB, MB, _ = mask.blocks.shape
-    mask_blocks_kernel(values, tables, plan).launch(
-        grid=(B * HB * MB, 1, 1), block=(THREADS, 1, 1), stream=stream
-    )
+    B, HB, MB, NB = mask.blocks.shape
+    groups, block = B * HB * MB, (THREADS, 1, 1)
+    parts = Int32(1)
+    if cutlass.const_expr(not plan.column_major):
+        parts = cutlass.min(_FEW_CTAS // groups, _turns(mask) // _LEAST_TURNS)
+    if parts >= _LEAST_PARTS:
+        blocks = shape_of(plan).blocks
+        each = cute.ceil_div(cute.ceil_div(NB, parts), blocks) * blocks
+        mask_blocks_kernel(values, tables, each, plan, False).launch(
+            grid=(groups, cute.ceil_div(NB, each), 1), block=block, stream=stream
+        )
+        list_kernel(values, tables, plan).launch(grid=(groups, 1, 1), block=block, stream=stream)
+    else:
+        mask_blocks_kernel(values, tables, NB, plan, True).launch(
+            grid=(groups, 1, 1), block=block, stream=stream
+        )
+
+
+def _turns(mask: Mask) -> Int32:
+    """Times that each warp loads, if a CTA has all keys of its queries."""
+    plan, shape = mask.plan, shape_of(mask.plan)
+    _, Hm, Sqm, _ = mask.values.shape
+    rows = cutlass.min(plan.rows, Sqm) * cutlass.min(plan.heads, Hm)
+    return cute.ceil_div(mask.blocks.shape[3], shape.blocks) * rows // (shape.rows * WARPS)
+
+
+class Queries(NamedTuple):
+    """A block of queries, by the indices of its row of the tables."""
+
+    batch: Int32
+    head_block: Int32
+    m: Int32
+
+
+def _queries(mask: Mask, group: Int32) -> Queries:
+    _, HB, MB, _ = mask.blocks.shape
+    rest = group // MB
+    return Queries(rest // HB, rest % HB, group % MB)
 
 
 @cute.kernel
-def mask_blocks_kernel(values: cute.Tensor, tables: cute.Tensor, plan: cutlass.Constexpr) -> None:
+def mask_blocks_kernel(
+    values: cute.Tensor, tables: cute.Tensor, each: Int32, plan: cutlass.Constexpr, lists: cutlass.Constexpr
+) -> None:
+    """Examine `each` blocks of keys; list them if these are all."""
     mask = make_mask(MaskArgs(values, tables), plan)
     thread, _, _ = cute.arch.thread_idx()
-    group, _, _ = cute.arch.block_idx()
-    _, HB, MB, NB = mask.blocks.shape
-    rest = group // MB
-    batch, head_block, m = rest // HB, rest % HB, group % MB
+    group, part, _ = cute.arch.block_idx()
+    own, NB = _queries(mask, group), mask.blocks.shape[3]
 
     memory = SmemAllocator()
     state = memory.allocate_tensor(Int32, cute.make_layout(THREADS), byte_alignment=16)
@@ -101,17 +143,45 @@ def mask_blocks_kernel(values: cute.Tensor, tables: cute.Tensor, plan: cutlass.C
 
     step, along = shape_of(plan).step, 2 if plan.column_major else 3
     aligned = is_aligned(mask.values, step, along) & (mask.values.shape[along] % step == 0)
-    blocks, rank = mask.blocks[batch, head_block, m, None], mask.rank[batch, head_block, m, None]
+    blocks, rank = mask.blocks[(*own, None)], mask.rank[(*own, None)]
     total = Int32(0)
-    for first in cutlass.range(0, NB, THREADS, unroll=1):
+    begin, end = Int32(0), NB
+    if cutlass.const_expr(not lists):
+        begin, end = part * each, cutlass.min((part + 1) * each, NB)
+    for first in cutlass.range(begin, end, THREADS, unroll=1):
         state[thread] = 0
         cute.arch.sync_threads()
         if cutlass.const_expr(plan.column_major):
-            _examine_columns(mask, batch, head_block, m, first, aligned, state)
+            _examine_columns(mask, own.batch, own.head_block, own.m, first, aligned, state)
         else:
-            _examine(mask, batch, head_block, m, first, aligned, state)
+            _examine(mask, own.batch, own.head_block, own.m, first, end, aligned, state)
         cute.arch.sync_threads()
-        total = list_blocks(blocks, rank, first, NB, state[thread], counts, total)
+        if cutlass.const_expr(lists):
+            total = list_blocks(blocks, rank, first, NB, state[thread], counts, total)
+        elif first + thread < end:
+            blocks[first + thread] = state[thread]
+    if cutlass.const_expr(lists):
+        if thread == 0:
+            rank[NB] = total
+
+
+@cute.kernel
+def list_kernel(values: cute.Tensor, tables: cute.Tensor, plan: cutlass.Constexpr) -> None:
+    """List the visible blocks in the place of what all of them hold."""
+    mask = make_mask(MaskArgs(values, tables), plan)
+    thread, _, _ = cute.arch.thread_idx()
+    group, _, _ = cute.arch.block_idx()
+    own, NB = _queries(mask, group), mask.blocks.shape[3]
+    counts = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
+    blocks, rank = mask.blocks[(*own, None)], mask.rank[(*own, None)]
+    total = Int32(0)
+    for first in cutlass.range(0, NB, THREADS, unroll=1):
+        found = Int32(0)
+        if first + thread < NB:
+            found = blocks[first + thread]
+        # All have read what they overwrite, and the counts of the turn before.
+        cute.arch.sync_threads()
+        total = list_blocks(blocks, rank, first, NB, found, counts, total)
     if thread == 0:
         rank[NB] = total
 
@@ -123,18 +193,18 @@ def _examine(
     head_block: Int32,
     m: Int32,
     first: Int32,
+    last: Int32,
     aligned: Boolean,
     state: cute.Tensor,
 ) -> None:
-    """Find out what the blocks from `first` on hold, in `state`, and write the bits of a bool mask."""
+    """Find out what the blocks from `first` to `last` hold, in `state`, and write bits of a bool mask."""
     plan = mask.plan
     shape = shape_of(plan)
     _, Hm, Sqm, _ = mask.values.shape
-    NB = mask.blocks.shape[3]
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
 
     end = cutlass.min((m + 1) * plan.rows, Sqm)
-    columns = cute.ceil_div(cutlass.min(NB - first, THREADS), shape.blocks)
+    columns = cute.ceil_div(cutlass.min(last - first, THREADS), shape.blocks)
     parts = cute.ceil_div(end - m * plan.rows, shape.rows)
     heads = cutlass.min(plan.heads, Hm)
     for item in cutlass.range(warp, columns * parts * heads, WARPS, unroll=1):

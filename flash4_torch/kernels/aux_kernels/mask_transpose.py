@@ -26,7 +26,7 @@ from cutlass.memory import SmemAllocator
 from ..common import host
 from ..common.attn_mask import VECTOR, Mask, MaskArgs, example_args, is_aligned, make_mask, vector_at, within
 from ..common.mask_tables import PANEL, MaskPlan
-from .mask_blocks import PARTIAL, THREADS, VISIBLE, WARP, WARPS, list_blocks
+from .mask_blocks import PARTIAL, THREADS, VISIBLE, WARP, list_kernel
 
 TILE_THREADS = 128
 TILE_WARPS = TILE_THREADS // WARP
@@ -359,24 +359,3 @@ def _transpose(*rows: Uint32) -> tuple[Any, ...]:
     """The columns of a square of bytes, whose rows are words."""
     low, high = ([cute.arch.prmt(rows[i], rows[i + 1], way) for i in (0, 2)] for way in (0x5140, 0x7362))
     return tuple(cute.arch.prmt(*pair, way) for pair in (low, high) for way in (0x5410, 0x7632))
-
-
-@cute.kernel
-def list_kernel(values: cute.Tensor, tables: cute.Tensor, plan: cutlass.Constexpr) -> None:
-    mask = make_mask(MaskArgs(values, tables), plan)
-    thread, _, _ = cute.arch.thread_idx()
-    group, _, _ = cute.arch.block_idx()
-    _, H, MB, NB = mask.blocks.shape
-    m, head, batch = group % MB, group // MB % H, group // MB // H
-    counts = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
-    blocks, rank = mask.blocks[batch, head, m, None], mask.rank[batch, head, m, None]
-    total = Int32(0)
-    for first in cutlass.range(0, NB, THREADS, unroll=1):
-        found = Int32(0)
-        if first + thread < NB:
-            found = blocks[first + thread]
-        # All have read what they overwrite, and the counts of the turn before.
-        cute.arch.sync_threads()
-        total = list_blocks(blocks, rank, first, NB, found, counts, total)
-    if thread == 0:
-        rank[NB] = total

@@ -23,8 +23,8 @@ WORK_TILE_WORDS = 8
 
 
 def work_tile_words(plan: ForwardPlan) -> int:
-    """Words of a work tile, with that for its split where tiles have splits."""
-    return WORK_TILE_WORDS + plan.features.splits
+    """Words of a work tile, with those for its split where tiles have splits."""
+    return WORK_TILE_WORDS + 2 * plan.features.splits
 
 
 class Tile(NamedTuple):
@@ -43,6 +43,9 @@ class Tile(NamedTuple):
     Sk: Int32
     split: Int32
     """Index of a split of its keys; 0 without splits."""
+    is_empty: Int32
+    """1 if the tile has fewer blocks than splits, and none for this one; else 0. It is found when the tile is
+    fetched: at its end a mask's tables have no registers (ptxas.md, P15)."""
 
 
 class Shape(NamedTuple):
@@ -106,17 +109,12 @@ def decode(ctx: ForwardContext, shape: Shape, work_idx: Uint32, at: Cursor) -> T
             rows = ctx.maps.mQ.shape[0][1]
             b = q_offset // rows
             q_offset = k_offset = q_offset - b * rows
-    return Tile(
-        block,
-        Int32(head - owner * shape.q_head_groups),
-        Int32(owner - batch * shape.kv_heads),
-        b,
-        q_offset,
-        Sq,
-        k_offset,
-        Sk,
-        split,
-    )
+    group, kv_head = Int32(head - owner * shape.q_head_groups), Int32(owner - batch * shape.kv_heads)
+    tile = Tile(block, group, kv_head, b, q_offset, Sq, k_offset, Sk, split, Int32(0))
+    if cutlass.const_expr(not ctx.plan.features.splits):
+        return tile
+    own = _split_of(_of_all_splits(ctx, tile).span, split, num_splits(ctx))
+    return tile._replace(is_empty=Int32(own.is_empty))
 
 
 @cute.jit
@@ -188,7 +186,7 @@ def read_again(ctx: ForwardContext, cursor: Cursor) -> Tile:
     if cutlass.const_expr(not ctx.plan.features.varlen):
         words[4:8] = [Int32(0), ctx.maps.mQ.shape[0][1], Int32(0), ctx.maps.mK.shape[0]]
     if cutlass.const_expr(not ctx.plan.features.splits):
-        words.append(Int32(0))
+        words += [Int32(0), Int32(0)]
     return Tile(*words)
 
 
@@ -259,9 +257,9 @@ def _split_of(whole: Span, split: Int32, splits: Int32) -> Split:
 
 @cute.jit
 def hide_empty_split(ctx: ForwardContext, tile: Tile, lse: cute.Tensor) -> None:
-    """Let lse say that nothing was seen if the tile has fewer blocks than splits, and none for this one."""
+    """Let lse say that nothing was seen."""
     if cutlass.const_expr(ctx.plan.features.splits):
-        if _split_of(_of_all_splits(ctx, tile).span, tile.split, num_splits(ctx)).is_empty:
+        if tile.is_empty == 1:
             lse.fill(-Float32.inf)
 
 

@@ -63,6 +63,11 @@ _BUDGETS = (
         "dropout with a wide O: RNG warps in the producer's warpgroup",
     ),
     Budget(
+        lambda p: p.features.splits,
+        {1: Registers(232, 96), 2: Registers(224, 56), 3: Registers(152, 56)},
+        "splits: with 40 registers the load warp spills, next to masks up to 38 times",
+    ),
+    Budget(
         always,
         {1: Registers(232, 40), 2: Registers(232, 40), 3: Registers(160, 32), 4: Registers(112, 32)},
         "as many for the consumers as are left: the load warp does with few",
