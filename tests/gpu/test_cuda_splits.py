@@ -76,14 +76,30 @@ def test_results_are_right_and_repeat(
     Sk=st.integers(1000, 9000),
     hidden=st.sampled_from([0.0, 0.3, 0.99, 1.0]),
     by_query=st.booleans(),
+    by_head=st.booleans(),
+    is_float=st.booleans(),
+    group=st.sampled_from([1, 3, 4]),
     seed=st.integers(0, 999),
 )
 @settings(max_examples=examples(12, 60), deadline=None, suppress_health_check=list(HealthCheck))
-def test_masks_are_split_right(B: int, Sq: int, Sk: int, hidden: float, by_query: bool, seed: int) -> None:
+def test_masks_are_split_right(
+    B: int,
+    Sq: int,
+    Sk: int,
+    hidden: float,
+    by_query: bool,
+    by_head: bool,
+    is_float: bool,
+    group: int,
+    seed: int,
+) -> None:
     """Rows without a key are 0, and their lse is -inf."""
     torch.manual_seed(seed)
-    q, k, v = tensors(B, Sq, Sk, 4, 2, "causal")
-    mask = torch.rand(B, 1, Sq if by_query else 1, Sk, device="cuda") >= hidden
+    q, k, v = tensors(B, Sq, Sk, 2 * group, 2, "causal")
+    sizes = B, 2 * group if by_head else 1, Sq if by_query else 1, Sk
+    mask = torch.rand(sizes, device="cuda") >= hidden
+    if is_float:
+        mask = torch.randn(sizes, device="cuda").masked_fill(~mask, -torch.inf).to(q.dtype)
     exact, peer = (testing.reference(q, k, v, attn_mask=mask, dtype=t) for t in (torch.float64, q.dtype))
     with testing.poisoned_memory():
         results = flash4_torch.attention(q, k, v, attn_mask=mask, return_lse=True)
