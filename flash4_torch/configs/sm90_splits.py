@@ -13,7 +13,7 @@ def _whole(features: Features, sizes: Sizes) -> Candidate:
     return Candidate(row, row.time)
 
 
-_LOAD_REGISTERS = 8
+_LOAD_REGISTERS = 24
 """Registers of each consumer's thread that the load warp has next to several warpgroups: it finds splits."""
 
 
@@ -25,6 +25,9 @@ def _candidates(features: Features) -> list[Candidate]:
 
 
 def _has_registers(features: Features, config: Sm90Forward) -> bool:
+    """Next to floating masks of wide heads two warpgroups spilled, and tiles of 64 rows were faster anyhow."""
+    if features.float_mask and config.warpgroups > 1:
+        return False
     taken = _LOAD_REGISTERS if config.warpgroups > 1 else 0
     return sm90.registers(features, config) + taken <= sm90.available_registers(features, config)
 
