@@ -14,7 +14,7 @@ def _whole(features: Features, sizes: Sizes) -> Candidate:
 
 
 _LOAD_REGISTERS = 24
-"""Registers of each consumer's thread that the load warp has next to several warpgroups: it finds splits."""
+"""Registers of a consumer's thread that the load warp has next to several warpgroups: it finds splits."""
 
 
 def _candidates(features: Features) -> list[Candidate]:
@@ -25,7 +25,7 @@ def _candidates(features: Features) -> list[Candidate]:
 
 
 def _has_registers(features: Features, config: Sm90Forward) -> bool:
-    """Next to floating masks of wide heads two warpgroups spilled, and tiles of 64 rows were faster anyhow."""
+    """Next to floating masks two warpgroups of wide heads spilled, and 64 rows were faster anyhow."""
     if features.float_mask and config.warpgroups > 1:
         return False
     taken = _LOAD_REGISTERS if config.warpgroups > 1 else 0

@@ -182,7 +182,7 @@ def test_not_a_number_is_visible_and_a_change():
 
 @pytest.mark.parametrize(("Sq", "launches"), [(1, 2), (43, 1)])
 def test_more_blocks_than_threads(Sq, launches):
-    """In one part of the keys, where there are so many queries, and in several."""
+    """Keys are one part where there are many queries, else several."""
     plan = MaskPlan("bool", 1, 64)
     mask = torch.zeros(1, 1, Sq, 64 * 600, dtype=torch.bool)
     mask[..., 63 : 64 * 550] = True

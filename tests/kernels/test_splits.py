@@ -51,6 +51,13 @@ def features_of(draw: st.DrawFn, of: str) -> Features:
     return drawn_ones
 
 
+def may_be_split(of: str, features: Features) -> bool:
+    """Whether a table splits such calls: Hopper has no registers for some floating masks of wide heads."""
+    may_be_scarce = of == "sm90" and features.float_mask and max(features.D, features.Dv) > 192
+    has_tiles = bool(TABLES[of].candidates(features)) if may_be_scarce else True
+    return has_tiles and not features.dropout
+
+
 def most_ctas(table: Splits, features: Features) -> int:
     """CTAs that run in so many waves as splits may take."""
     return max(NUM_SMS * tile.at_once * tile.most_waves for tile in table.candidates(features))
@@ -97,7 +104,7 @@ def test_a_number_that_is_asked_for_is_taken_as_far_as_there_is_room(
         assert tiles * split.number <= most_ctas(table, features)
     few = sizes._replace(Sq=1, Sk=1 << 17, group=1, heads=2, num_splits=5)
     found = table.split(features, few)
-    assert features.may_be_split == (found is not None) and (found is None or found.number == 5)
+    assert may_be_split(of, features) == (found is not None) and (found is None or found.number == 5)
 
 
 @EACH_TABLE
@@ -106,8 +113,8 @@ def test_calls_with_dropout_are_not_split(of: str, data: st.DataObject) -> None:
     table = TABLES[of]
     features = data.draw(features_of(of))
     sizes = Sizes(1, 1 << 17, end_masked=True, heads=1, num_sms=NUM_SMS)
-    assert (table.split(features, sizes) is not None) != features.dropout
-    assert bool(table.reachable(features)) != features.dropout
+    assert (table.split(features, sizes) is not None) == may_be_split(of, features)
+    assert bool(table.reachable(features)) == may_be_split(of, features)
     assert table.split(features, sizes._replace(heads=None)) is None
     for more in ({"running": "add"}, {"segments": True, "varlen": True}):
         assert table.split(features._replace(**more), sizes) is None
@@ -149,6 +156,21 @@ def test_measured_calls_take_what_won_there() -> None:
         name = "one" if split is None else f"{split.config.warpgroups} x {split.number}"
         times = {which: us for which, us in cell["us"].items() if which != "FlashAttention-3"}
         assert times[name] <= 1.17 * min(times.values()), (cell, name)
+
+
+def test_measured_calls_by_mma_sync_take_nearly_what_won_there() -> None:
+    """Single cells with 2k keys differ by a third, the mean of all by a hundredth."""
+    shares = []
+    for cell in _measured("splits-mma-sync-h200"):
+        (Hq, Hk, D), B, Sq, Sk = cell["heads"], cell["B"], cell["Sq"], cell["Sk"]
+        features = Features(cell["dtype"], D, D, tf32=cell["tf32"])
+        split = sm80_splits.ON_REQUEST.split(features, Sizes(Sq, Sk, Hq // Hk, heads=B * Hk, num_sms=NUM_SMS))
+        name = "one" if split is None else f"{split.config.rows} x {split.number}"
+        assert name == cell["chosen"]
+        own = {which: us for which, us in cell["us"].items() if which == "one" or which[0].isdigit()}
+        shares.append(own[name] / min(own.values()))
+        assert shares[-1] <= 1.32, (cell, name)
+    assert sum(shares) / len(shares) <= 1.012
 
 
 CALLS: dict[str, dict[str, Any]] = {
