@@ -226,7 +226,7 @@ def test_float32_weights_are_compiled_in_both_precisions_without_tma() -> None:
 def test_kernels_are_listed_once() -> None:
     keys = ahead.kernels("sm_90a", [64, 64], ["float16"], ["mask", "float-mask", "mask"], [1, 1], False)
     assert len(keys) == len(set(keys))
-    assert {k.entry for k in keys} == {SM90A.forward, MASK_BLOCKS}
+    assert {k.entry for k in keys} == {SM90A.forward, MASK_BLOCKS, MERGE_STATES}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,8 @@ def test_bad_arguments(arguments: dict[str, Any], sentence: str) -> None:
 )
 def test_what_serves_64_heads_serves_any_more(target: Target, D: Any, words: str, group: int) -> None:
     of_64, of_more = (set(ahead.kernels(target.arch, [D], ["float16"], [words], [g])) for g in (64, group))
-    assert of_64 == of_more
+    # Next to a mask packed heads divide the group, so that larger ones may need fewer kernels.
+    assert of_more <= of_64 if words == "mask" else of_more == of_64
 
 
 def test_numbers_of_other_libraries_make_the_same_kernels() -> None:
