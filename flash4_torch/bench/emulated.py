@@ -17,14 +17,17 @@ Attend = Callable[[Cell, str], list[Counts]]
 no kernel that uses the tensor cores serves the cell."""
 
 OURS, UPSTREAM = "flash4", "fa4"
+_SMS = 8
+"""SMs of the GPU that our kernels are chosen for: few, as tiles are compared, and with many SMs keys of few
+tiles would be split."""
 
 
 @contextmanager
 def ours(arch: str) -> Iterator[Attend]:
-    """Our kernels, as dispatch chooses them on a GPU of that architecture."""
+    """Our kernels, as dispatch chooses them on a small GPU of that architecture."""
     before = env.change({env.BACKEND.name: "emulator", env.ARCH.name: arch})
     try:
-        with device(arch, races=False) as emulated:
+        with device(arch, races=False, num_sms=_SMS) as emulated:
 
             def attend(cell: Cell, direction: str) -> list[Counts]:
                 emulated.reports.clear()  # drops those of a failed call

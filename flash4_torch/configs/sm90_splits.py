@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import sm90
 from .sizes import Sizes
 from .splits import Candidate, Splits
-from .types import Features, Sm90Forward
+from .types import Features, Sm90Forward, tile_dim
 
 
 def _whole(features: Features, sizes: Sizes) -> Candidate:
@@ -25,8 +25,10 @@ def _candidates(features: Features) -> list[Candidate]:
 
 
 def _has_registers(features: Features, config: Sm90Forward) -> bool:
-    """Next to floating masks two warpgroups of wide heads spilled, and 64 rows were faster anyhow."""
-    if features.float_mask and config.warpgroups > 1:
+    """Next to floating masks two warpgroups of wide heads spilled, and 64 rows were faster anyhow; so did one
+    warpgroup with softcap, and a window, above 128 columns.
+    """
+    if features.float_mask and (config.warpgroups > 1 or (features.softcap and tile_dim(features.Dv) > 128)):
         return False
     taken = _LOAD_REGISTERS if config.warpgroups > 1 else 0
     return sm90.registers(features, config) + taken <= sm90.available_registers(features, config)

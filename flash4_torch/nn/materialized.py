@@ -21,7 +21,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from .. import ops
 from ..ops import autograd
 from ..problem import CallOptions
-from ..reference.at_once import products_dtype
+from ..reference.at_once import FEW, products_dtype
 from ..reference.dropout import Dropout
 from ..reference.dropout import scale as dropout_scale
 from ..reference.scoring import working_dtype
@@ -32,8 +32,7 @@ _MOST_RETURNED = 1 << 22
 _MOST_RETURNED_IN_16_BITS = 1 << 26
 _MOST_DROPPED = 1 << 21
 """The same of a call that drops some and returns none."""
-_FEW = 1 << 13
-"""Weights up to which 16 bits are multiplied in float32: the calls that multiply in 16 take longer."""
+
 
 _DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 _NOTHING = {dtype: torch.zeros(1, 1, 1, dtype=dtype) for dtype in _DTYPES}
@@ -138,13 +137,13 @@ def of(
     elif options.dropout_p:
         most = _MOST_DROPPED
     elif in_16_bits:
-        most = _FEW - 1
+        most = FEW - 1
     else:
         return None  # torch's flash kernel is as fast
     N, S = query.shape[:2] if module.batch_first else query.shape[1::-1]
     count = N * module.num_heads * S * S
-    products = working_dtype(query.dtype) if count < _FEW else products_dtype(query.dtype)
-    if not 0 < query.numel() or count > most or (count >= _FEW and products != query.dtype):
+    products = working_dtype(query.dtype) if count < FEW else products_dtype(query.dtype)
+    if not 0 < query.numel() or count > most or (count >= FEW and products != query.dtype):
         return None
     return Materialized(
         module.num_heads,

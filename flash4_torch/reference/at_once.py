@@ -75,7 +75,7 @@ def _of(
     q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, B: int, batch: range, average_heads: bool | None
 ) -> Everything:
     """`forward` of some of B batch entries, whose tensors q, k and v are."""
-    dtype, products = q.dtype, products_dtype(q.dtype)
+    dtype, products = q.dtype, _products(q, k)
     if dtype != products:
         q, k, v = q.to(products), k.to(products), v.to(products)
     scores, biased = _scores(q, k, scoring, batch)
@@ -103,6 +103,10 @@ def _of(
     return Everything(out, lse, low, shown)
 
 
+_ALL = 0.999
+"""Sum from which weights are all of a row's; sinks, or keys of other parts of the call, have the rest."""
+FEW = 1 << 13
+"""Weights up to which 16 bits are multiplied in float32: the calls that multiply in 16 take longer."""
 _IN_16_BITS = {
     dtype: getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", bool)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
@@ -114,6 +118,13 @@ def products_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of matrix products: that of the tensors, if this CPU multiplies in it."""
     multiplies = _IN_16_BITS.get(dtype)
     return dtype if multiplies is not None and multiplies() else working_dtype(dtype)
+
+
+def _products(q: Tensor, k: Tensor) -> torch.dtype:
+    """The dtype of a call's products, the same forward and backward: weights must fit lse."""
+    B, Sq, Hq, _ = q.shape
+    few = B * Hq * Sq * k.shape[1] < FEW
+    return working_dtype(q.dtype) if few else products_dtype(q.dtype)
 
 
 def _scores(q: Tensor, k: Tensor, scoring: Scoring, batch: range) -> tuple[Tensor, bool]:
@@ -187,11 +198,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` of some of B batch entries.
 
-    dv = w^T dout;   ds = scale * w * (dw - rowsum(w * dw) + dlse), dw = dout v^T;   dq = ds k;   dk = ds^T q
+    dw = dout v^T;   ds = scale * w * (dw - rowsum(dout * out) + dlse)
+    dv = w^T dout;   dq = ds k;   dk = ds^T q
 
-    rowsum(w * dw) is rowsum(dout * out), but of numbers rounded alike: a single key has no gradient.
+    Where the weights are all of a row's, rowsum(w * dw) is the same, and more exact if out was rounded: a
+    single key has no gradient then.
     """
-    dtype, products, work = q.dtype, products_dtype(q.dtype), working_dtype(q.dtype)
+    dtype, products, work = q.dtype, _products(q, k), working_dtype(q.dtype)
     if dtype != products:
         dout, q, k, v = dout.to(products), q.to(products), k.to(products), v.to(products)
     logs, biased = _scores(q, k, scoring, batch)
@@ -207,9 +220,15 @@ def _backward(
         factors = _factors(scoring.dropout, weights, B, batch)
         ds *= factors
         applied = factors.mul_(weights)
-    ds = torch._softmax_backward_data(ds, weights, -1, work)
-    if dlse is not None:
-        ds += weights * dlse[..., None]
+    if dtype != work and weights.numel() < FEW and weights.sum(-1).min() > _ALL:
+        ds = torch._softmax_backward_data(ds, weights, -1, work)
+        if dlse is not None:
+            ds += weights * dlse[..., None]
+    else:
+        delta = (dout.to(work) * out).sum(-1).transpose(1, 2)
+        if dlse is not None:
+            delta = delta - dlse
+        ds.sub_(delta[..., None]).mul_(weights)
     ds.mul_(scoring.scale)
     ds, applied = ds.to(products), applied.to(products)
     dv = applied.transpose(2, 3) @ dout_rows

@@ -108,7 +108,7 @@ def split() -> list[Kernel]:
         (64, {**CAUSAL, "mask": "bool"}),
         (128, {"mask": "float32", "scaled": True}),
         (192, {"mask": "bool"}),
-        (192, {**WINDOW, "mask": "float16", **SOFTCAP}),
+        (192, {**WINDOW, "mask": "float16", "scaled": True}),
         (256, WINDOW),
     ]
     all_features = [Features("bfloat16", D, D)._replace(**uses) for D, uses in every]

@@ -53,7 +53,7 @@ def features_of(draw: st.DrawFn, of: str) -> Features:
 
 def may_be_split(of: str, features: Features) -> bool:
     """Whether a table splits such calls: Hopper has no registers for some floating masks of wide heads."""
-    may_be_scarce = of == "sm90" and features.float_mask and max(features.D, features.Dv) > 192
+    may_be_scarce = of == "sm90" and features.float_mask and max(features.D, features.Dv) > 128
     has_tiles = bool(TABLES[of].candidates(features)) if may_be_scarce else True
     return has_tiles and not features.dropout
 

@@ -70,7 +70,7 @@ def test_results_are_those_of_the_operators(
     with (
         mock.patch.object(fused, "serves", return_value=False),
         mock.patch.object(evaluated, "_BLOCK", block),
-        mock.patch.object(materialized, "_FEW", few),
+        mock.patch.object(materialized, "FEW", few),
         mock.patch.object(Tensor, "new_empty", poisoned),
         mock.patch.object(evaluated, "run", side_effect=RUN) as run,
     ):

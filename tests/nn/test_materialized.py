@@ -71,7 +71,7 @@ def test_a_step_is_that_of_the_operators(
         return [*made, *grads]
 
     with (
-        mock.patch.object(materialized, "_FEW", few),
+        mock.patch.object(materialized, "FEW", few),
         mock.patch.object(materialized, "run", side_effect=RUN) as run,
     ):
         prepared.clear()
