@@ -103,8 +103,6 @@ def _of(
     return Everything(out, lse, low, shown)
 
 
-_ALL = 0.999
-"""Sum from which weights are all of a row's; sinks, or keys of other parts of the call, have the rest."""
 FEW = 1 << 13
 """Weights up to which 16 bits are multiplied in float32: the calls that multiply in 16 take longer."""
 _IN_16_BITS = {
@@ -198,11 +196,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` of some of B batch entries.
 
-    dw = dout v^T;   ds = scale * w * (dw - rowsum(dout * out) + dlse)
-    dv = w^T dout;   dq = ds k;   dk = ds^T q
-
-    Where the weights are all of a row's, rowsum(w * dw) is the same, and more exact if out was rounded: a
-    single key has no gradient then.
+    dv = w^T dout;   ds = scale * w * (dout v^T - rowsum(dout * out) + dlse);   dq = ds k;   dk = ds^T q
     """
     dtype, products, work = q.dtype, _products(q, k), working_dtype(q.dtype)
     if dtype != products:
@@ -220,16 +214,10 @@ def _backward(
         factors = _factors(scoring.dropout, weights, B, batch)
         ds *= factors
         applied = factors.mul_(weights)
-    if dtype != work and weights.numel() < FEW and weights.sum(-1).min() > _ALL:
-        ds = torch._softmax_backward_data(ds, weights, -1, work)
-        if dlse is not None:
-            ds += weights * dlse[..., None]
-    else:
-        delta = (dout.to(work) * out).sum(-1).transpose(1, 2)
-        if dlse is not None:
-            delta = delta - dlse
-        ds.sub_(delta[..., None]).mul_(weights)
-    ds.mul_(scoring.scale)
+    delta = (dout.to(work) * out).sum(-1).transpose(1, 2)
+    if dlse is not None:
+        delta = delta - dlse
+    ds.sub_(delta[..., None]).mul_(weights).mul_(scoring.scale)
     ds, applied = ds.to(products), applied.to(products)
     dv = applied.transpose(2, 3) @ dout_rows
     dq, dk = ds @ k.transpose(1, 2), ds.transpose(2, 3) @ q.transpose(1, 2)
