@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flash4_torch
 import on_cpu
-from everything import one_of
+from everything import examples, one_of
 from flash4_torch import testing
 from flash4_torch.backends.compiled import SM90A
 from flash4_torch.configs import sm80_splits, sm90, sm90_splits, sm100_splits
@@ -65,6 +65,7 @@ def most_ctas(table: Splits, features: Features) -> int:
 
 @EACH_TABLE
 @given(st.data(), SIZES, SIZES, GROUPS, st.one_of(st.none(), SIZES), st.booleans(), HEADS)
+@settings(max_examples=examples(30, 300))
 def test_what_is_chosen_is_reachable(
     of: str,
     data: st.DataObject,
@@ -90,6 +91,7 @@ def test_what_is_chosen_is_reachable(
 
 @EACH_TABLE
 @given(st.data(), SIZES, SIZES, GROUPS, st.integers(1, 1 << 30), HEADS)
+@settings(max_examples=examples(30, 60))
 def test_a_number_that_is_asked_for_is_taken_as_far_as_there_is_room(
     of: str, data: st.DataObject, Sq: int, Sk: int, group: int, number: int, heads: int
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_number_that_is_asked_for_is_taken_as_far_as_there_is_room(
 
 @EACH_TABLE
 @given(st.data())
+@settings(max_examples=examples(30, 60))
 def test_calls_with_dropout_are_not_split(of: str, data: st.DataObject) -> None:
     table = TABLES[of]
     features = data.draw(features_of(of))
