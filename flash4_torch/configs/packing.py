@@ -11,20 +11,20 @@ MAX_PACK = 64
 
 
 def may_pack(features: Features) -> bool:
-    """Whether heads may be packed: dropout's keep bits and a block mask's tiles follow single heads."""
-    return not features.dropout and not features.mods.blocks
+    """Whether heads may be packed: dropout's keep bits follow single heads."""
+    return not features.dropout
 
 
 def possible_packs(features: Features, group: int | None) -> list[int]:
     """All that `best_pack` returns for some sizes; with `group`, for that many query heads of a KV head.
 
-    Next to attn_mask they divide the group, since its tables have heads of a tile side by side.
+    Next to attn_mask and block masks they divide the group: tables have heads of a tile side by side.
     """
     if not may_pack(features):
         return [1]
     if group is None:
         return list(_powers_of_two())
-    return [p for p in _powers_of_two() if p <= cover(group) and not (features.mask and group % p)]
+    return [p for p in _powers_of_two() if p <= cover(group) and not (features.lists_blocks and group % p)]
 
 
 def best_pack(features: Features, rows: int, sizes: Sizes) -> int:

@@ -18,8 +18,12 @@ _LOAD_REGISTERS = 24
 
 
 def _candidates(features: Features) -> list[Candidate]:
-    """Rows for many keys; three warpgroups won one of 192 cells, by little."""
+    """Rows for many keys; three warpgroups won one of 192 cells, by little. Next to programs one warpgroup,
+    whose tiles have the fewest rows that nobody asked for.
+    """
     rows = [row for row in sm90.candidates(features, None) if _has_registers(features, row.config)]
+    if any(features.mods):
+        rows = [row for row in rows if row.config.warpgroups == 1]
     few = [row for row in rows if row.config.warpgroups < 3] or rows
     return [Candidate(row, row.time) for row in few]
 

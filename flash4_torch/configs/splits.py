@@ -22,6 +22,8 @@ _MERGE_NS_EACH = 90.0
 """Time that each split adds to it."""
 _MERGE_BYTES_PER_NS = 2500.0
 """Bytes of results of splits that are written and read again in a nanosecond."""
+_READ_BYTES_PER_NS = 4200.0
+"""Bytes of K and V that a GPU reads in a nanosecond: splits do not make it faster."""
 _CLEARLY = 0.9
 """Keys are split if that takes less than this share of the time without: estimates err."""
 _MOST_SPLITS = 128
@@ -75,12 +77,14 @@ class Splits(NamedTuple):
         """
         if not features.may_be_split or sizes.heads is None or sizes.num_splits == 1:
             return None
-        best, least = None, math.inf
+        best, least = None, (math.inf, math.inf)
         if not sizes.num_splits:
             whole = self.whole(features, sizes)
-            least = _CLEARLY * whole.ns(launch_of(features, sizes, whole.row.config))
-            if least <= _MERGE_NS:
+            launch = launch_of(features, sizes, whole.row.config)
+            ns = _CLEARLY * max(whole.ns(launch), _read_ns(features, sizes, launch))
+            if ns <= _MERGE_NS:
                 return None
+            least = ns, math.inf
         row_bytes = 4 * features.Dv * sizes.Sq * sizes.group * sizes.heads
         for tile in self.candidates(features):
             config = tile.row.config
@@ -93,9 +97,11 @@ class Splits(NamedTuple):
                 if most > 1:
                     number = -(-blocks // -(-blocks // most))  # without empty ones
                     merge_ns = _MERGE_NS + number * (_MERGE_NS_EACH + row_bytes / _MERGE_BYTES_PER_NS)
-                    ns = tile.ns(launch.split(number, config.keys)) + merge_ns
-                    if ns < least:
-                        best, least = (tile.row, number), ns
+                    parts = launch.split(number, config.keys)
+                    # Where reading decides, the tiles that leave the most time for it.
+                    ns = tile.ns(parts), _read_ns(features, sizes, launch)
+                    if (max(ns) + merge_ns, min(ns)) < least:
+                        best, least = (tile.row, number), (max(ns) + merge_ns, min(ns))
         if best is None:
             return None
         row, number = best
@@ -110,3 +116,10 @@ class Splits(NamedTuple):
         return tuple(
             dict.fromkeys(self.completed(features, tile.row.config, pack) for tile in tiles for pack in packs)
         )
+
+
+def _read_ns(features: Features, sizes: Sizes, launch: Launch) -> float:
+    """The time of reading once what the longest tiles read of K and V."""
+    assert sizes.heads is not None
+    bytes_of_key = (features.D + features.Dv) * (4 if features.is_float32 else 2)
+    return sizes.heads * launch.longest * bytes_of_key / _READ_BYTES_PER_NS

@@ -149,7 +149,7 @@ class Features(NamedTuple):
     @property
     def may_be_split(self) -> bool:
         """Whether a tile's keys can be divided among splits."""
-        return not (self.running or self.dropout or self.segments or self.splits or any(self.mods))
+        return not (self.running or self.dropout or self.segments or self.splits)
 
     @property
     def row_stats(self) -> int:

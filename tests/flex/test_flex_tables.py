@@ -28,7 +28,7 @@ def lists_of(seed: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def made(lists: Lists) -> Tables:
-    return tables.tables(Blocks.of(*lists, (64, 64)), 200, 300, 128, 64)
+    return tables.tables(Blocks.of(*lists, (64, 64)), 200, 300, tables.TileSize(128, 64))
 
 
 def equal(one: Tables, other: Tables) -> bool:

@@ -208,7 +208,7 @@ def test_every_row_serves_somebody() -> None:
     pages = tuple({"varlen": True, "page_box": box, **D} for box in (16, 32, 64) for D in ({}, {"D": 64}))
     sizes = itertools.product((1, 100, 200, 4096), (256, 1024, 4096, 16384), (1, 8, 99))
     for row, right, extra, (Sq, Sk, heads) in itertools.product(
-        sm90.TABLE, (False, True), (*extras, *pages), tuple(sizes)
+        sm90.TABLE, (False, True), (*extras, *pages, {"mods": Mods(blocks="rows")}), tuple(sizes)
     ):
         features = BARE._replace(**{"D": row.D, "Dv": row.Dv, "right": right, **extra})
         served.add(sm90.row(features, Sizes(Sq, Sk, heads=heads, num_sms=132)))
@@ -315,19 +315,25 @@ def test_packing_never_costs_tiles(table: ModuleType, Sq: int, group: int, right
 
 
 @EACH_TABLE
-@pytest.mark.parametrize("extra", [{"dropout": True}, {"mods": Mods(blocks=True)}])
-def test_rows_that_differ_by_head_are_not_packed(extra: dict[str, object], table: ModuleType) -> None:
+def test_heads_with_dropout_are_not_packed(table: ModuleType) -> None:
     assert table.forward(BARE, Sizes(1, 1024, 8)).pack_gqa == 8
-    assert table.forward(BARE._replace(**extra), Sizes(1, 1024, 8)).pack_gqa == 1
+    assert table.forward(BARE._replace(dropout=True), Sizes(1, 1024, 8)).pack_gqa == 1
+
+
+LISTS: list[dict[str, Any]] = [
+    {"mask": "bool"},
+    {"mask": "float32", "scaled": True},
+    {"mods": Mods(blocks="rows")},
+]
 
 
 @EACH_TABLE
-@given(group=GROUPS, Sq=SIZES, mask=st.sampled_from(["bool", "float32"]))
+@given(group=GROUPS, Sq=SIZES, lists=st.sampled_from(LISTS))
 def test_heads_that_share_a_mask_tile_divide_the_group(
-    table: ModuleType, group: int, Sq: int, mask: str
+    table: ModuleType, group: int, Sq: int, lists: dict[str, Any]
 ) -> None:
     """A mask's tables have heads of a tile side by side, and no tile has heads of two groups."""
-    assert group % table.forward(BARE._replace(mask=mask, scaled=True), Sizes(Sq, 1024, group)).pack_gqa == 0
+    assert group % table.forward(BARE._replace(**lists), Sizes(Sq, 1024, group)).pack_gqa == 0
 
 
 @pytest.mark.parametrize(

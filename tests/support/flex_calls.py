@@ -139,9 +139,16 @@ def drawn_blocks(
 
 
 def emulated(function: Callable[[], Any], arch: str, schedule: dict[str, Any], num_sms: int = 3) -> Any:
-    with pytest.MonkeyPatch.context() as patch, emulate.device(arch, num_sms=num_sms, **schedule):
+    return launched(function, arch, schedule, num_sms)[0]
+
+
+def launched(
+    function: Callable[[], Any], arch: str, schedule: dict[str, Any], num_sms: int
+) -> tuple[Any, list[str]]:
+    """What a function returns in the emulator, and the names of the kernels that it launches."""
+    with pytest.MonkeyPatch.context() as patch, emulate.device(arch, num_sms=num_sms, **schedule) as device:
         patch.setenv("FLASH4_BACKEND", "emulator")
-        return function()
+        return function(), [report.kernel for report in device.reports]
 
 
 def _plain(call: Call, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,7 +160,11 @@ def _plain(call: Call, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def check(call: Call, arch: str, schedule: dict[str, Any]) -> None:
     """The forward's results are right."""
-    out, lse = emulated(call.results, arch, schedule)
+    check_results(call, *emulated(call.results, arch, schedule))
+
+
+def check_results(call: Call, out: Tensor, lse: Tensor) -> None:
+    """A forward's results are right."""
     exact, exact_lse = _plain(call, call.v.float())
     # Each weight and each result is rounded to 16 bits, by half a unit each; a weight's own error is 1e-4.
     sizes, _ = _plain(call, call.v.float().abs())

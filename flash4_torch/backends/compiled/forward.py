@@ -95,13 +95,14 @@ def with_splits(
     config = split.config
     function = find(target.forward, (features._replace(splits=True), config))
     merge = find(MERGE_STATES, (merge_plan(features),))
-    splits = Splits(split.number, merge, features.float_mask)
+    splits = Splits(split.number, merge, features.large_scores)
     return Kernel(function, config, params_of(target, problem, config, num_sms), splits)
 
 
 def merge_plan(features: Features) -> MergePlan:
     """What merges the results of splits."""
-    return MergePlan("float32", features.Dv, 1, features.dtype, features.varlen, _LANES, features.float_mask)
+    has_low = features.large_scores
+    return MergePlan("float32", features.Dv, 1, features.dtype, features.varlen, _LANES, has_low)
 
 
 def needs_of(splits: Splits, shapes: Shapes) -> tuple[Need, ...]:
@@ -121,21 +122,36 @@ def sequence(
 
     `params` is what the kernel takes for `kernel.params`: that, or what it was converted to before.
     """
-    function, splits = kernel.function, kernel.splits
     new_out, new_lse = allocator(shapes.out, dtype), allocator(shapes.lse, torch.float32)
-    new_parts = None if splits is None else allocated(needs_of(splits, shapes), allocator)
+    launch_into = launcher(kernel, shapes, params, allocator)
 
     def launch(x: Inputs, tile_counter: Tensor) -> Results:
         low = new_lse() if has_float_mask(x.attn_mask) else None
         results = Results(new_out(), new_lse(), low)
+        launch_into(results, x, tile_counter, read_mask(x.attn_mask))
+        return results
+
+    return launch
+
+
+Launcher = Callable[[Results, Inputs, Tensor, Any], None]
+"""Function that launches the kernel to write results, given tensors, a tile counter and what the kernel takes
+for a mask."""
+
+
+def launcher(kernel: Kernel, shapes: Shapes, params: Any, allocator: Allocator) -> Launcher:
+    """The kernel's launch and, if keys are split, that of what merges; `params` is as in `sequence`."""
+    function, splits = kernel.function, kernel.splits
+    new_parts = None if splits is None else allocated(needs_of(splits, shapes), allocator)
+
+    def launch(results: Results, x: Inputs, tile_counter: Tensor, mask: Any) -> None:
         parts = results if new_parts is None else Results(*new_parts())
-        run(function, x, parts, tile_counter, read_mask(x.attn_mask), params)
+        run(function, x, parts, tile_counter, mask, params)
         if splits is not None:
-            ends = x.cu_seqlens_q
+            ends, low = x.cu_seqlens_q, results.lse_low
             sequences = None if ends is None else (lengths(ends), 0)
             lows = None if low is None else (parts.lse_low,)
             splits.merge((parts.out,), (parts.lse,), lows, results.out, results.lse, low, sequences)
-        return results
 
     return launch
 

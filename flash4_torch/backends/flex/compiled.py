@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import compile
+from ...configs.splits import Split
 from ...configs.types import Features, Mods
 from ...errors import TraceError
 from ...flex import ramp
@@ -20,15 +20,13 @@ from ...kernels.common import lowering
 from ...problem import Inputs, Problem, Saved, Spec
 from ...reference.flex import EMPTY, FULL, Blocks
 from .. import tile_counters
-from ..base import Order
+from ..base import Order, Results
 from ..compiled import TARGETS, Target, backward, forward, limits, prepared
 from ..compiled.backend import num_sms
 from ..compiled.backward import Kernels
-from ..compiled.params import LaunchParams
 from ..compiled.served import OnTargets
 from ..compiled.targets import BackwardConfig, Find, ForwardConfig
 from ..compiled.tensors import allocator_like, is_empty, is_readable, readable, unpad
-from ..compiled.tensors import lengths as ends
 from ..emulator import Emulator, emulated_find, emulated_num_sms, emulated_target, why_not_emulated
 from ..tiled import sinks_gradient
 from ..views import Layout
@@ -36,7 +34,7 @@ from . import intervals, totals
 from .base import FlexBackwardLaunch, FlexLaunch
 from .bits import TablesOf
 from .intervals import Bounds, Reduced, Segments
-from .tables import Tables, kept, tables
+from .tables import Tables, TileSize, kept, tables
 from .tiled import blocks_of, mods_of, program_of
 
 
@@ -53,7 +51,7 @@ class Compiled(OnTargets):
     def forward(self, inputs: FlexInputs, problem: FlexProblem) -> tuple[Tensor, Tensor, Tensor]:
         target, (inputs, problem, bounds, bits) = self.target(problem), self._reduced(inputs, problem)
         spec, mods = problem.spec, inputs.mods
-        q, sinks, rng_state = inputs.q, mods.sinks, mods.rng_state
+        q, sinks = inputs.q, mods.sinks
         *batch, Sq, Hq, _ = q.shape
         lse = q.new_empty(*batch, Hq, Sq, dtype=torch.float32)
         if is_empty(_plain_inputs(inputs), plain_problem(problem)):
@@ -61,28 +59,17 @@ class Compiled(OnTargets):
             return new_out(q, spec.Dv).zero_(), lse, torch.zeros_like(lse)
         given, problem, bounds = _by_segments(inputs, problem, bounds)
         index, find = q.get_device(), self.find(problem)
-        features, config, function, params = _kernel(target, find, problem, self.sms(index))
-        x, k, v = (readable(tensor) for tensor in inputs[:3])
-        arguments = _forward_arguments(inputs, problem, config, bounds, bits, find)(mods.captured)
+        features, kernel = _kernel(target, find, problem, self.sms(index))
+        read = given._replace(q=readable(q), k=readable(inputs.k), v=readable(inputs.v))
+        arguments = _forward_arguments(inputs, problem, kernel.config, bounds, bits, find)(mods.captured)
         out = new_out(q, features.Dv)
-        low = torch.empty_like(lse) if features.large_scores else torch.zeros_like(lse)
-        function(
-            x,
-            k,
-            v,
-            out,
-            lse,
-            low if features.large_scores else None,
-            self.counter(index),
-            *map(ends, (given.cu_seqlens_q, given.cu_seqlens_k)),
-            arguments,
-            rng_state,
-            sinks if sinks is None else sinks.contiguous(),
-            params,
-        )
+        low = torch.empty_like(lse) if features.large_scores else None
+        shapes = forward.shapes_of(read.q, read.v)
+        launch = forward.launcher(kernel, shapes, kernel.params, allocator_like(read.q))
+        launch(Results(out, lse, low), read, self.counter(index), arguments)
         if features.Dv != spec.Dv:
             out = new_out(q, spec.Dv).copy_(out[..., : spec.Dv])
-        return out, lse, low
+        return out, lse, torch.zeros_like(lse) if low is None else low
 
     def backward(self, saved: FlexSaved, inputs: FlexInputs, problem: FlexProblem) -> FlexGradients:
         target, (inputs, problem, bounds, bits) = self.target(problem), self._reduced(inputs, problem)
@@ -127,10 +114,10 @@ class Compiled(OnTargets):
         given, problem, bounds = _by_segments(inputs, problem, bounds)
         ends = given.cu_seqlens_q, given.cu_seqlens_k
         index, find = inputs.q.get_device(), self.find(problem)
-        features, config, function, params = _kernel(target, find, problem, self.sms(index))
-        arguments = _forward_arguments(inputs, problem, config, bounds, bits, find)
+        features, kernel = _kernel(target, find, problem, self.sms(index))
+        arguments = _forward_arguments(inputs, problem, kernel.config, bounds, bits, find)
         run = prepared.forward(
-            forward.Kernel(function, config, params),
+            kernel,
             given,
             plain_problem(problem),
             index,
@@ -338,20 +325,22 @@ def _plain_inputs(inputs: FlexInputs) -> Inputs:
 
 
 class Kernel(NamedTuple):
-    """The forward's kernel, and its parameters besides tensors."""
+    """The forward's kernels, and the features of the call, which are not split."""
 
     features: Features
-    config: ForwardConfig
-    function: compile.Function
-    params: LaunchParams
+    compiled: forward.Kernel
 
 
 @lru_cache(maxsize=1024)
 def _kernel(target: Target, find: Find, problem: FlexProblem, num_sms: int) -> Kernel:
+    plain, divided = plain_problem(problem), chosen_split(target, problem, num_sms)
+    if divided is not None:
+        features, split = divided
+        return Kernel(features, forward.with_splits(target, plain, split, features, num_sms, find))
     features, config = chosen(target, problem)
     function = find(target.forward, (features, config))
-    params = forward.params_of(target, plain_problem(problem), config, num_sms)
-    return Kernel(features, config, function, params)
+    params = forward.params_of(target, plain, config, num_sms)
+    return Kernel(features, forward.Kernel(function, config, params))
 
 
 @lru_cache(maxsize=1024)
@@ -371,17 +360,48 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def chosen(target: Target, problem: FlexProblem) -> Choice:
-    """The forward's kernel."""
-    spec, plain = problem.spec, plain_problem(problem)
-    if spec.bits:
+    """The forward's kernel, if keys are in one piece."""
+    plain = plain_problem(problem)
+    if problem.spec.bits:
         return _chosen_for_bits(target, problem)
+    features = _features_of(problem)
+    config = forward.config_of(target, plain, None, features)
+    return Choice(_with_states(features, problem, config), config)
+
+
+class SplitChoice(NamedTuple):
+    """The features of a call, and how the keys of its tiles are divided."""
+
+    features: Features
+    split: Split
+
+
+@lru_cache(maxsize=1024)
+def chosen_split(target: Target, problem: FlexProblem, num_sms: int) -> SplitChoice | None:
+    """How the keys of the forward's tiles are divided, None if they are in one piece."""
+    plain = plain_problem(problem)
+    features = forward.features_of(plain) if problem.spec.bits else _features_of(problem)
+    split = forward.split_of(target, plain, num_sms, features)
+    if split is None:
+        return None
+    return SplitChoice(_with_states(features, problem, split.config), split)
+
+
+def _features_of(problem: FlexProblem) -> Features:
+    """What the kernel must have, in whatever tiles."""
+    spec = problem.spec
     blocks, ramp = "" if spec.block is None else "rows", has_ramp(problem)
     mods = Mods(spec.score_mod, spec.mask_mod, blocks, bounds=spec.bounds, ramp=ramp)
-    features = forward.features_of(plain, mods)
-    config = forward.config_of(target, plain, None, features)
-    if spec.block is not None:
-        mods = mods._replace(blocks=_states(spec.block[1], config.keys, problem.extent.Sk))
-    return Choice(features._replace(mods=mods), config)
+    return forward.features_of(plain_problem(problem), mods)
+
+
+def _with_states(features: Features, problem: FlexProblem, config: ForwardConfig) -> Features:
+    """The features in tiles of a config, which a block mask's blocks may be as long as."""
+    block = problem.spec.block
+    if not features.mods.blocks or block is None:
+        return features
+    states = _states(block[1], config.keys, problem.extent.Sk)
+    return features._replace(mods=features.mods._replace(blocks=states))
 
 
 def _chosen_for_bits(target: Target, problem: FlexProblem) -> Choice:
@@ -480,7 +500,8 @@ def _forward_arguments(
     if bits is not None:
         made = bits(forward.mask_plan("bool", config), find, False)
         return lambda captured: made
-    own, tile = None if bounds is None else bounds.of_rows, (config.queries, config.keys)
+    own = None if bounds is None else bounds.of_rows
+    tile = TileSize(config.queries, config.keys, config.pack_gqa)
     return _arguments(inputs, problem, tile, own, (), is_transposed=False)
 
 
@@ -496,7 +517,8 @@ def _backward_arguments(
     if bits is not None:
         made = bits(backward.mask_plan("bool", config), find, True)
         return lambda captured, sums: made
-    own, tile = None if bounds is None else bounds.of_keys, (config.cluster_keys, config.queries)
+    own = None if bounds is None else bounds.of_keys
+    tile = TileSize(config.cluster_keys, config.queries)
     read = parse_derivative(mods.derivative).tensors if mods.derivative else ()
     return _arguments(inputs, problem, tile, own, read, is_transposed=True)
 
@@ -504,13 +526,13 @@ def _backward_arguments(
 def _arguments(
     inputs: FlexInputs,
     problem: FlexProblem,
-    tile: tuple[int, int],
+    tile: TileSize,
     bounds: Tensor | None,
     read: Sequence[int],
     *,
     is_transposed: bool,
 ) -> Arguments:
-    """tile: rows and columns; read: the tensors that a derivative reads; `is_transposed`: rows are keys."""
+    """read: the tensors that a derivative reads; `is_transposed`: rows are keys."""
     mods, pair = inputs.mods, mods_of(inputs)
     found = [mod for mod in pair if mod is not None]
     number = sum(len(mod.tensors) for mod in found)
@@ -544,16 +566,14 @@ def _is_prepared(inputs: FlexInputs, problem: FlexProblem) -> bool:
     return mods.sinks is None and mods.rng_state is None and mods.cu_seqlens_q is None
 
 
-def _tables(
-    inputs: FlexInputs, problem: FlexProblem, tile: tuple[int, int], *, is_transposed: bool
-) -> Tables:
+def _tables(inputs: FlexInputs, problem: FlexProblem, tile: TileSize, *, is_transposed: bool) -> Tables:
     blocks, lengths = blocks_of(inputs), (problem.extent.Sq, problem.extent.Sk)
     assert blocks is not None
     if not problem.spec.mask_mod:
         blocks = Blocks(torch.where(blocks.state == EMPTY, EMPTY, FULL).to(torch.uint8), blocks.size)
     if is_transposed:
         blocks, lengths = Blocks(blocks.state.transpose(2, 3), blocks.size[::-1]), lengths[::-1]
-    return tables(blocks, *lengths, *tile)
+    return tables(blocks, *lengths, tile)
 
 
 def _sums(captured: Captured, wanted: Sequence[bool], *, exact: bool) -> list[Tensor | None]:

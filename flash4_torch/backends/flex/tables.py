@@ -30,13 +30,25 @@ class Tables(NamedTuple):
     columns: int
 
 
-def tables(blocks: Blocks, rows: int, columns: int, tile_rows: int, tile_columns: int) -> Tables:
-    """The tables for tiles of these sizes; the mask's own blocks may be any."""
+class TileSize(NamedTuple):
+    """What a kernel's tile holds of a mask."""
+
+    rows: int
+    columns: int
+    heads: int = 1
+    """Heads side by side, which divide those of the mask."""
+
+
+def tables(blocks: Blocks, rows: int, columns: int, tile: TileSize) -> Tables:
+    """The tables for tiles of this size; the mask's own blocks may be any."""
     device = blocks.state.device
-    down = _Spans.of(rows, tile_rows, blocks.size[0], device)
-    across = _Spans.of(columns, tile_columns, blocks.size[1], device)
+    down = _Spans.of(rows, tile.rows, blocks.size[0], device)
+    across = _Spans.of(columns, tile.columns, blocks.size[1], device)
     shown = _count(blocks.state != EMPTY, down, across)
     full = _count(blocks.state == FULL, down, across)
+    if tile.heads > 1 and blocks.state.shape[1] > 1:
+        shown = shown.unflatten(1, (-1, tile.heads)).amax(2)
+        full = full.unflatten(1, (-1, tile.heads)).amin(2)
     area = (down.last - down.first)[:, None] * (across.last - across.first)
     is_visible = shown > 0
     rank = torch.nn.functional.pad(is_visible.cumsum(-1, dtype=torch.int32), (1, 0))

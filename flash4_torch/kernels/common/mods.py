@@ -92,6 +92,8 @@ class Rows(NamedTuple):
     """(columns,) for each row, with block lists."""
     ramp: Ramp | None
     """What stands for score_mod if that is a ramp."""
+    are_there: Boolean | None
+    """Whether the sequence has any of the warp's rows; None where it is not looked at."""
 
 
 def example_args(plan: Any) -> ModArgs:
@@ -139,9 +141,14 @@ def band_of(args: ModArgs, batch: Int32, columns: Int32) -> Band:
 
 
 def rows_of(
-    args: ModArgs, plan: Any, batch: Int32, heads: tuple[Int32, ...], positions: tuple[Int32, ...]
+    args: ModArgs,
+    plan: Any,
+    batch: Int32,
+    heads: tuple[Int32, ...],
+    positions: tuple[Int32, ...],
+    Sq: Int32 | None = None,
 ) -> Rows:
-    """A thread's rows, by their query heads and positions."""
+    """A thread's rows, by their query heads and positions, in ascending order. Sq: None in the backward."""
     own = [
         None if found is None else programs.begin(*found, batch, heads, positions)
         for found in (None if plan.features.mods.ramp else _score_mod(args, plan), _mask_mod(args, plan))
@@ -155,7 +162,22 @@ def rows_of(
             table[b, within(h, table.shape[1]), within(i // args.blocks.rows, table.shape[2]), None]
             for h, i in zip(heads, positions, strict=True)
         )
-    return Rows(own[0], own[1], states, ramp)
+    return Rows(own[0], own[1], states, ramp, _are_there(plan, positions[0], Sq))
+
+
+def _are_there(plan: Any, first: Int32, Sq: Int32 | None) -> Boolean | None:
+    """Splits serve few rows, of which most warps of a tile have none: a table with a number for each score
+    would be read for all 64.
+    """
+    return None if Sq is None or not plan.features.splits else cute.arch.vote_any_sync(first < Sq)
+
+
+def _where_rows_are(own: Rows, change: Callable[[], None]) -> None:
+    """Change scores where the warp has rows."""
+    if own.are_there is None:
+        change()
+    else:
+        if_generate(own.are_there, change)
 
 
 def _ramp(
@@ -238,7 +260,7 @@ def modify(args: ModArgs, plan: Any, own: Rows, fragment: Fragment, end: Int32 |
         is_there = None if end is None else columns.first + columns.offsets[c] < end
         scores[r, c] = result if is_there is None else cutlass.select_(is_there, result, -Float32.inf)
 
-    programs.apply(*found, own.score, columns, lambda r, c: scores[r, c], put)
+    _where_rows_are(own, lambda: programs.apply(*found, own.score, columns, lambda r, c: scores[r, c], put))
 
 
 def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) -> None:
@@ -273,9 +295,10 @@ def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) 
     if found is not None and blocks == "rows":
         # Nearly always, and then mask_mod alone decides, without a state beside each score.
         is_partial = functools.reduce(operator.and_, (x == PARTIAL for x in shared))
-        if_generate(cute.arch.vote_all_sync(is_partial), lambda: apply(show), lambda: apply(put))
+        either = cute.arch.vote_all_sync(is_partial)
+        _where_rows_are(own, lambda: if_generate(either, lambda: apply(show), lambda: apply(put)))
     elif found is not None:
-        apply(put)
+        _where_rows_are(own, lambda: apply(put))
     elif blocks:
         for c in range(len(columns.offsets)):
             for r in range(rows):

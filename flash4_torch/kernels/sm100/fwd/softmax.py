@@ -63,7 +63,7 @@ def _work(ctx: Context, t: SoftmaxThread, tile: Tile) -> TileState:
         mask = attn_mask.rows_of(ctx.mask, tile.batch, (head,), (position,))
     if cutlass.const_expr(any(plan.features.mods)):
         head = tiles.query_head(ctx, tile) + t.row % plan.pack_gqa
-        own_mods = mods.rows_of(ctx.mods, plan, tile.batch, (head,), (position,))
+        own_mods = mods.rows_of(ctx.mods, plan, tile.batch, (head,), (position,), tile.Sq)
     if cutlass.const_expr(plan.features.dropout):
         heads = ctx.maps.mQ.shape[0][0] * ctx.maps.mQ.shape[2]
         head = tile.batch * heads + tiles.query_head(ctx, tile)

@@ -114,10 +114,9 @@ def _work(ctx: Context, tile: Tile) -> TileState:
         philox = dropout.load(ctx.rng_state, ctx.params.drop_byte, ctx.params.drop_fraction)
     if cutlass.const_expr(any(plan.features.mods)):
         head = tiles.query_head(ctx, tile)
+        heads = [tuple(head + row % plan.pack_gqa for row in pair) for pair in rows]
         own_mods = tuple(
-            mods.rows_of(
-                ctx.mods, plan, tile.batch, tuple(head + row % plan.pack_gqa for row in rows[m]), positions[m]
-            )
+            mods.rows_of(ctx.mods, plan, tile.batch, heads[m], positions[m], tile.Sq)
             for m in range(plan.row_mmas)
         )
     if cutlass.const_expr(plan.keeps_mask_rows):
@@ -225,6 +224,9 @@ def _mask_scores(ctx: Context, t: Thread, work: TileState, block: Block, words: 
         bases = _modify(ctx, t, work, block.n)
     if cutlass.const_expr(plan.band.masks or plan.features.lists_blocks):
         partial = block.partial | bands.is_partial(work.band, plan.band, block.n, *work.own)
+        if cutlass.const_expr(plan.features.splits):
+            # They serve few rows, of which most warps of a tile have none.
+            partial = partial & (work.own[0] <= work.own[1])
         if partial:
             _mask(ctx, t, work, block.n, words)
     return bases

@@ -118,6 +118,11 @@ class Plan(ForwardPlan):
         return self.consumer_warps + self.rng_warps + self.loads_v_apart
 
     @property
+    def loads_mask_ahead(self) -> bool:
+        """Whether a floating mask is loaded before the scores are ready: splits wait for memory as it is."""
+        return self.features.splits and self.features.float_mask
+
+    @property
     def loads_v_apart(self) -> bool:
         """Whether a warp of its own loads V: a block has so many boxes that one warp could not keep up."""
         return self.paged and self.page_boxes > _BOXES_OF_ONE_WARP
