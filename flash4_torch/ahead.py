@@ -379,8 +379,6 @@ def _of(target: Target, features: Features, group: int) -> Iterator[tuple[str, t
         yield target.forward, (own, config)
         if own.mask:
             yield MASK_BLOCKS, (forward.mask_plan(own.mask, config),)
-        if own.splits:
-            yield MERGE_STATES, (forward.merge_plan(features),)
 
 
 def _refuse(target: Target, features: object, reason: str) -> NoReturn:
@@ -407,8 +405,6 @@ def _of_kvcache(target: Target, features: Features, group: int) -> Iterator[tupl
     if target.has_pages and not target.forward_configs.limits(features):
         for own, config in paged.common_kernels(target, features, group):
             yield target.forward, (own, config)
-            if own.splits:
-                yield MERGE_STATES, (forward.merge_plan(own),)
 
 
 def _of_ring(

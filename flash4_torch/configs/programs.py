@@ -19,6 +19,12 @@ def is_light(text: str) -> bool:
 
 
 @lru_cache(maxsize=256)
+def loads_often(text: str) -> bool:
+    """Whether a program loads numbers for each score or key."""
+    return any(node.op == "gather" for node in _often(parse(text), rows_are_keys=False))
+
+
+@lru_cache(maxsize=256)
 def are_short(score_mod: str, derivative: str) -> bool:
     """Whether score_mod and its derivative have few operations for each score, where rows are keys."""
     each = _often(parse(score_mod), rows_are_keys=True)

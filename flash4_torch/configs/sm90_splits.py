@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from . import sm90
+from . import programs, sm90
 from .sizes import Sizes
 from .splits import Candidate, Splits
 from .types import Features, Sm90Forward, tile_dim
 
+_FLOAT_MASK, _PROGRAM, _FUNCTIONS, _LOADS = 1.4, 1.2, 1.7, 3.5
+"""How many times as long keys take next to a floating mask, and next to a program: any, one that computes
+functions like tanh, one that loads a number for each score. Measured at D 128, one query of 8 sequences.
+"""
+
 
 def _whole(features: Features, sizes: Sizes) -> Candidate:
-    row = sm90.row(features, sizes)
-    return Candidate(row, row.time)
+    return _candidate(features, sm90.row(features, sizes))
+
+
+def _candidate(features: Features, row: sm90.Row) -> Candidate:
+    return Candidate(row, row.time._replace(per_key=row.time.per_key * _slowdown(features)))
+
+
+def _slowdown(features: Features) -> float:
+    texts = [text for text in (features.mods.score_mod, features.mods.mask_mod) if text]
+    if any(map(programs.loads_often, texts)):
+        return _LOADS
+    if any(map(programs.has_functions, texts)):
+        return _FUNCTIONS
+    return _PROGRAM if texts else _FLOAT_MASK if features.float_mask else 1.0
 
 
 _LOAD_REGISTERS = 24
@@ -25,7 +42,7 @@ def _candidates(features: Features) -> list[Candidate]:
     if any(features.mods):
         rows = [row for row in rows if row.config.warpgroups == 1]
     few = [row for row in rows if row.config.warpgroups < 3] or rows
-    return [Candidate(row, row.time) for row in few]
+    return [_candidate(features, row) for row in few]
 
 
 def _has_registers(features: Features, config: Sm90Forward) -> bool:

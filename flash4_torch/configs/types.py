@@ -262,6 +262,9 @@ class Sm90Forward(NamedTuple):
     """Query heads of one KV head that share a tile's rows: 1, 2, 4, ... 64."""
     cluster: int = 1
     """CTAs that take neighbouring tiles, 1 or 2; each of two loads half of every K and V for both."""
+    at_once: int = 1
+    """CTAs that an SM runs at once, 1 or 2: one waits for memory and for its own softmax while the other
+    computes."""
 
     @property
     def rows(self) -> int:

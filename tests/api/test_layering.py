@@ -39,9 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "kernels.common": set(),
     "kernels.aux_kernels": {"kernels.common"},
-    "kernels.sm80": {"kernels.common"},
-    "kernels.sm90": {"kernels.common"},
-    "kernels.sm100": {"kernels.common"},
+    "kernels.sm80": {"kernels.common", "kernels.aux_kernels"},
+    "kernels.sm90": {"kernels.common", "kernels.aux_kernels"},
+    "kernels.sm100": {"kernels.common", "kernels.aux_kernels"},
     "kernels.weights": {"kernels.common", "kernels.sm80", "configs"},
     "kernels.decode": {"kernels.common", "kernels.sm90", "configs"},
     "backends": {

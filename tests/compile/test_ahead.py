@@ -32,7 +32,6 @@ from flash4_torch.backends.compiled import (
     DECODE,
     MASK_BLOCKS,
     MASK_TRANSPOSE,
-    MERGE_STATES,
     POSTPROCESS,
     PREPROCESS,
     SM80_FAMILY,
@@ -129,7 +128,7 @@ def test_so_does_its_backward(target: Target, dtype: str, words: str, Sq: int, S
             plan = backward.mask_plan(features.mask, config)
             wanted |= {(entry, (plan,)) for entry in (MASK_BLOCKS, MASK_TRANSPOSE)[: 2 - plan.column_major]}
     assert {Key(*kernel, target.arch) for kernel in wanted} <= set(prepared)
-    assert {key.entry for key in without} <= {target.forward, MASK_BLOCKS, MERGE_STATES}
+    assert {key.entry for key in without} <= {target.forward, MASK_BLOCKS}
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -226,7 +225,7 @@ def test_float32_weights_are_compiled_in_both_precisions_without_tma() -> None:
 def test_kernels_are_listed_once() -> None:
     keys = ahead.kernels("sm_90a", [64, 64], ["float16"], ["mask", "float-mask", "mask"], [1, 1], False)
     assert len(keys) == len(set(keys))
-    assert {k.entry for k in keys} == {SM90A.forward, MASK_BLOCKS, MERGE_STATES}
+    assert {k.entry for k in keys} == {SM90A.forward, MASK_BLOCKS}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everything import examples, one_of
-from flash4_torch.backends.compiled import MERGE_STATES, SM90A, TARGETS, Target, forward, paged
+from flash4_torch.backends.compiled import SM90A, TARGETS, Target, forward, paged
 from flash4_torch.backends.compiled.paged import PagedProblem
 from flash4_torch.backends.compiled.workspace import Need, Workspace
 from flash4_torch.configs import sm90
@@ -22,7 +22,7 @@ from flash4_torch.ops.kvcache import describe
 from flash4_torch.problem import CallOptions
 from flash4_torch.testing import emulate
 from kernel_calls import Results, check_results, drawn
-from kernel_runs import compiled, compiled_merge
+from kernel_runs import compiled
 from paged_calls import PagedCall, in_pages
 from test_configs import features
 
@@ -92,12 +92,12 @@ def test_every_page_has_a_kernel(
     assert not paged.limits(target, problem)
     asked: list[Any] = []
     kernel = paged.decide(target, problem, 132, lambda entry, static: asked.append((entry, *static)))
-    (entry, found, config), *merge = asked
+    ((entry, found, config),) = asked
     assert entry == target.forward and config == kernel.config
     assert page_size % found.page_box == config.keys % found.page_box == 0
     own = forward.features_of(problem.problem)
     assert found._replace(page_box=0, splits=False) == own
-    assert merge == [(MERGE_STATES, forward.merge_plan(own))] * found.splits
+    assert (kernel.splits is not None) == found.splits
     widest = found._replace(page_box=widest_box(page_size), splits=False)
     every = forward.reachable(target, widest, problem.problem.spec.group)
     assert (widest._replace(splits=found.splits), config) in every
@@ -167,8 +167,6 @@ def new_tensors(needs: tuple[Need, ...]) -> Workspace:
 
 
 def _found(entry: str, static: tuple[Any, ...]) -> Any:
-    if entry == MERGE_STATES:
-        return compiled_merge(*static, "")
     return compiled(*static)
 
 

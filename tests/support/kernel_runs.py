@@ -35,7 +35,6 @@ from flash4_torch.configs.types import (
 from flash4_torch.emulator.host import Launch
 from flash4_torch.kernels.common.bwd.dq_blocks import sums_of
 from flash4_torch.kernels.common.bwd.row_blocks import PreprocessPlan
-from flash4_torch.kernels.common.kvcache import MergePlan
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.reference.dropout import thresholds
 from flash4_torch.testing import emulate
@@ -90,14 +89,6 @@ def compiled_preprocess(plan: PreprocessPlan) -> Any:
 
 
 @functools.cache
-def compiled_merge(plan: MergePlan, arch: str) -> Any:
-    from flash4_torch.kernels.aux_kernels.merge_states import compile_merge
-
-    with jit.quiet():
-        return compile_merge(plan)
-
-
-@functools.cache
 def compiled_tables(plan: MaskPlan) -> Any:
     from flash4_torch.kernels.aux_kernels.mask_blocks import compile_mask_blocks
 
@@ -113,7 +104,9 @@ def emulated(kernel: Kernel, call: Call, arch: str = "", **schedule: Any) -> Ite
         emulate.device(arch or arch_of(kernel), num_sms=call.num_sms, **schedule) as device,
     ):
         yield device
-    assert asked[-1].smem_bytes <= config.shared_memory(features), "the tables allow for less"
+    # What merges splits comes last.
+    launch = asked[-1 - features.splits]
+    assert launch.smem_bytes <= config.shared_memory(features), "the tables allow for less"
 
 
 class RowStats(NamedTuple):
@@ -144,38 +137,13 @@ def run(kernel: Kernel, call: Call, where: Where | None = None, **schedule: Any)
     low = torch.full_like(lse, math.nan) if features.float_mask else None
     tensors = (*_ordered(call.order[0], q, call.k, call.v), *_ordered(call.order[1], out), lse, low)
     where = where or emulated(kernel, call, **schedule)
+    parts = ()
     if features.splits:
-        results = (out, lse) if low is None else (out, lse, low)
-        parts = tuple(torch.full((call.splits, *x.shape), math.nan) for x in results)
-        tensors = (*tensors[:3], *(parts if low is not None else (*parts, None)))
-    _launch(kernel, call, tensors, (), mask, plan, (), max(call.lengths[0]), where, (call.sinks,))
-    if features.splits:
-        arch = schedule.pop("arch", "") or arch_of(kernel)
-        with emulate.device(arch, num_sms=call.num_sms, **schedule) as device:
-            _merge(device, features, call, parts, (*_ordered(call.order[1], out), *results[1:]))
+        numbers = sum(x.numel() for x in (out, lse, low) if x is not None)
+        parts = (torch.full((call.splits, -(-numbers // 4) * 4), math.nan),)
+    _launch(kernel, call, tensors, (), mask, plan, (), max(call.lengths[0]), where, (call.sinks,), parts)
     assert low is None or not low.isnan().any()
     return Results(out, lse)
-
-
-def _merge(
-    device: emulate.Device,
-    features: Features,
-    call: Call,
-    parts: tuple[Tensor, ...],
-    results: tuple[Tensor, ...],
-) -> None:
-    """Merge the results of splits, with or without lse_low; out comes as (B, S, H, D) or packed."""
-    sequences = None
-    if features.varlen:
-        ends = torch.tensor([0, *torch.tensor(call.lengths[0]).cumsum(0)], dtype=torch.int32)
-        sequences = ends, 0
-    (of_out, of_lse, *of_low), (out, lse, *low) = parts, results
-    out = out.transpose(1, 2) if call.order[1] and out.dim() == 4 else out
-    plan = MergePlan("float32", features.Dv, 1, features.dtype, features.varlen, 4, features.float_mask)
-    touched = (*parts, out, lse, *low, *([] if sequences is None else sequences[:1]))
-    with device.touching(*touched):
-        merge = compiled_merge(plan, device.arch)
-        merge((of_out,), (of_lse,), tuple(of_low) or None, out, lse, low[0] if low else None, sequences)
 
 
 def empty_splits_have_nothing(kernel: Kernel) -> None:
@@ -273,6 +241,7 @@ def _launch(
     max_seqlen: int,
     where: Where,
     behind_rng_state: tuple[Tensor | None, ...] = (),
+    behind_params: tuple[Tensor, ...] = (),
 ) -> None:
     features, config = kernel
     tile_counter = torch.zeros(1, dtype=torch.int32)
@@ -288,11 +257,11 @@ def _launch(
             with device.touching(mask, tables):
                 compiled_tables(plan)(mask, tables)
         before = (*tensors, tile_counter, *behind_tile_counter, *ends)
-        touched = (*before, mask, tables, *behind_mask, rng_state, *behind_rng_state)
+        touched = (*before, mask, tables, *behind_mask, rng_state, *behind_rng_state, *behind_params)
         with device.touching(*(x for x in touched if x is not None)):
             mask_args = None if plan is None else (mask, tables)
             others = (*behind_mask, rng_state, *behind_rng_state)
-            compiled(features, config, device.arch)(*before, mask_args, *others, params)
+            compiled(features, config, device.arch)(*before, mask_args, *others, params, *behind_params)
     assert tile_counter.item() == 0
 
 

@@ -22,18 +22,15 @@ from flash4_torch.backends import dispatch
 from flash4_torch.backends.compiled import (
     MASK_BLOCKS,
     MASK_TRANSPOSE,
-    MERGE_STATES,
     SM90A,
     Compiled,
     Target,
     backend,
     forward,
 )
-from flash4_torch.backends.compiled.params import dtype_name
 from flash4_torch.backends.compiled.targets import WEIGHTS, ForwardConfig
 from flash4_torch.backends.tiled import Tiled
 from flash4_torch.configs.types import Features
-from flash4_torch.kernels.common.kvcache import MergePlan
 from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.masks import Band
 from flash4_torch.problem import Problem
@@ -104,8 +101,6 @@ def gpu(target: Target = SM90A) -> Iterator[Machine]:
         assert arch == target.arch
         if entry == WEIGHTS:
             return lambda *args: _weights(*static, *args)
-        if entry == MERGE_STATES:
-            return lambda *args: _merge(*static, *args)
         if entry != target.forward:
             return on_cpu_backward.stand_in(target, machine.backwards, entry, static)
         return lambda *args: _forward(machine, *static, *args)
@@ -132,18 +127,17 @@ def _forget() -> None:
 
 
 def _forward(machine: Machine, features: Features, config: ForwardConfig, *args: Any) -> None:
+    if features.splits:
+        # The kernel has memory for results of splits: all of it, and of all of them.
+        *args, parts = args
+        numbers = sum(x.numel() for x in args[3:6] if x is not None)
+        assert parts.shape[0] > 1 and parts.shape[1:] == (-(-numbers // 4) * 4,)
+        assert parts.is_contiguous() and parts.dtype == torch.float32
+        parts.fill_(math.nan)
     *qkv, out, lse, low, counter, ends_q, ends_k, mask_args, rng_state, sinks, params = args
     *_, drop_byte, drop_fraction, keep_scale, _, heads_first, out_heads_first = params
     q, k, v = on_cpu_backward.in_order(heads_first, *qkv)
-    if features.splits:
-        # The last split has all keys. The others have none, and nobody reads what they hold.
-        parts = [x for x in (out, lse, low) if x is not None]
-        assert len(out) > 1 and all(x.is_contiguous() for x in parts)
-        for x, value in zip(parts, (math.nan, -math.inf, 0.0), strict=False):
-            x.fill_(value)
-        out, lse, low = (None if x is None else x[-1] for x in (out, lse, low))
-    else:
-        (out,) = on_cpu_backward.in_order(out_heads_first, out)
+    (out,) = on_cpu_backward.in_order(out_heads_first, out)
     args = q, k, v, out, lse, low, counter, ends_q, ends_k, mask_args, rng_state, sinks, params
     machine.launches.append(Launch(features, config, args))
     _check(features, config, *args)
@@ -172,26 +166,6 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
             for result, exact in zip((out, own_lse, low), results, strict=True):
                 if result is not None:
                     result.copy_(exact)
-
-
-def _merge(plan: MergePlan, *args: Any) -> None:
-    (parts,), (lses,), lows, out, lse, low, sequences = args
-    assert (lows is not None) == (low is not None) == plan.has_low
-    rows = [slice(None)]
-    if plan.varlen:
-        ends, least = sequences
-        rows = [slice(*pair) for pair in pairwise(ends.tolist())]
-        rows = [x for x in rows if x.stop - x.start >= least]
-        parts, lses, out, lse = parts[:, None], lses[:, None], out[None], lse[None]
-    own = MergePlan("float32", out.shape[-1], 1, dtype_name(out.dtype))
-    assert plan == own._replace(varlen=plan.varlen, lanes=plan.lanes, has_low=plan.has_low)
-    exact = lses.double() + (0.0 if lows is None else lows[0].double())
-    whole = exact.logsumexp(0)
-    if low is not None:
-        low.copy_((whole - whole.float()).where(whole.isfinite(), 0.0))
-    merged, merged_lse = kvcache.merge([parts.double()], [exact])
-    for x in rows:
-        out[:, x], lse[..., x] = merged[:, x].to(out.dtype), merged_lse[..., x]
 
 
 def _weights(features: Features, average_heads: bool, has_tma: bool, *args: Any) -> None:
@@ -246,7 +220,7 @@ def _check(
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (D, D, Dv) and D % 8 == Dv % 8 == 0
     *batch, Sq, Hq, _ = q.shape
     assert out.shape == (*batch, Sq, Hq, Dv) and out.data_ptr() % 16 == 0
-    assert str(out.dtype) == f"torch.{'float32' if features.running or features.splits else features.dtype}"
+    assert str(out.dtype) == f"torch.{'float32' if features.running else features.dtype}"
     assert lse.is_contiguous() and lse.dtype == torch.float32
     if features.running:
         assert out.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in out.stride()[:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,13 +15,12 @@ from ...configs.sections import Section, heads_that_fit
 from ...configs.sizes import Sizes
 from ...configs.splits import Split
 from ...configs.types import LARGE_SOFTCAP, Features, Mods
-from ...kernels.common.kvcache import MergePlan
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Inputs, Problem, Spec, has_float_mask
 from ..base import Results
 from .masks import Read
 from .params import LaunchParams, dtype_name, launch_params, mask_dtype
-from .targets import MERGE_STATES, Find, ForwardConfig, Row, Target
+from .targets import Find, ForwardConfig, Row, Target
 from .tensors import Allocator, lengths, padded
 from .workspace import Need, allocated
 
@@ -30,8 +30,8 @@ _MOST_IN_SECTION = 32
 """Packs of heads in a section, before sections are made even."""
 _TILES_EACH = 4
 """Tiles in a section for each SM, at least."""
-_LANES = 4
-"""Threads that divide the splits of a vector of O: latency of loads is what merging takes."""
+_VECTOR = 4
+"""Numbers of float32 in 16 bytes."""
 _NO_MODS = Mods()
 
 
@@ -39,10 +39,14 @@ class Splits(NamedTuple):
     """Splits of every tile's keys."""
 
     number: int
-    merge: compile.Function
-    """The kernel that merges their results."""
     has_low: bool
     """Whether lse has a rounding error that counts."""
+
+    def need(self, shapes: Shapes) -> Need:
+        """Memory for out, lse and, if it counts, lse_low of all of them, each at a multiple of 16 bytes."""
+        out, lse = map(math.prod, shapes)
+        numbers = out + lse * (1 + self.has_low)
+        return (self.number, -(-numbers // _VECTOR) * _VECTOR), torch.float32
 
 
 class Kernel(NamedTuple):
@@ -94,21 +98,8 @@ def with_splits(
     """The kernels of a problem whose keys are split."""
     config = split.config
     function = find(target.forward, (features._replace(splits=True), config))
-    merge = find(MERGE_STATES, (merge_plan(features),))
-    splits = Splits(split.number, merge, features.large_scores)
+    splits = Splits(split.number, features.large_scores)
     return Kernel(function, config, params_of(target, problem, config, num_sms), splits)
-
-
-def merge_plan(features: Features) -> MergePlan:
-    """What merges the results of splits."""
-    has_low = features.large_scores
-    return MergePlan("float32", features.Dv, 1, features.dtype, features.varlen, _LANES, has_low)
-
-
-def needs_of(splits: Splits, shapes: Shapes) -> tuple[Need, ...]:
-    """Memory for out, lse and, if it counts, lse_low of all splits."""
-    out, lse = (((splits.number, *shape), torch.float32) for shape in shapes)
-    return (out, lse, lse) if splits.has_low else (out, lse)
 
 
 Sequence = Callable[[Inputs, Tensor], Results]
@@ -140,26 +131,34 @@ for a mask."""
 
 
 def launcher(kernel: Kernel, shapes: Shapes, params: Any, allocator: Allocator) -> Launcher:
-    """The kernel's launch and, if keys are split, that of what merges; `params` is as in `sequence`."""
+    """The kernel's launch; `params` is as in `sequence`."""
     function, splits = kernel.function, kernel.splits
-    new_parts = None if splits is None else allocated(needs_of(splits, shapes), allocator)
+    new_parts = no_parts if splits is None else allocated((splits.need(shapes),), allocator)
 
     def launch(results: Results, x: Inputs, tile_counter: Tensor, mask: Any) -> None:
-        parts = results if new_parts is None else Results(*new_parts())
-        run(function, x, parts, tile_counter, mask, params)
-        if splits is not None:
-            ends, low = x.cu_seqlens_q, results.lse_low
-            sequences = None if ends is None else (lengths(ends), 0)
-            lows = None if low is None else (parts.lse_low,)
-            splits.merge((parts.out,), (parts.lse,), lows, results.out, results.lse, low, sequences)
+        run(function, x, results, tile_counter, mask, params, *new_parts())
 
     return launch
 
 
+def no_parts() -> tuple[Tensor, ...]:
+    """What a launch in one piece is given for the results of splits."""
+    return ()
+
+
 def run(
-    function: compile.Function, x: Inputs, results: Results, tile_counter: Tensor, mask: Any, params: Any
+    function: compile.Function,
+    x: Inputs,
+    results: Results,
+    tile_counter: Tensor,
+    mask: Any,
+    params: Any,
+    *parts: Tensor,
 ) -> None:
-    """Launch the kernel, which writes the results; `mask` is what it takes for x.attn_mask."""
+    """Launch the kernel, which writes the results.
+
+    mask: what it takes for x.attn_mask. parts: memory for the results of splits, if there are any.
+    """
     sinks = x.sinks
     function(
         x.q,
@@ -175,6 +174,7 @@ def run(
         x.rng_state,
         sinks if sinks is None else sinks.contiguous(),
         params,
+        *parts,
     )
 
 

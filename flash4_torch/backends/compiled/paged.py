@@ -33,7 +33,7 @@ from ...problem import Extent, Problem, Spec
 from . import forward
 from .forward import Kernel
 from .params import FARTHEST, LaunchParams
-from .targets import MERGE_STATES, Find, ForwardConfig, Target
+from .targets import Find, ForwardConfig, Target
 from .tensors import lengths
 from .workspace import Need, Workspace
 
@@ -170,8 +170,6 @@ def reachable(target: Target, paged: PagedProblem, queries: int) -> Iterator[tup
             if (own.splits or config.ragged_k == ragged_k) and pack in packs:
                 found[own._replace(page_box=widest_box(page_size, config.keys)), config] = None
     yield from ((target.forward, static) for static in found)
-    for plan in {forward.merge_plan(own): None for own, _ in found if own.splits}:
-        yield MERGE_STATES, (plan,)
 
 
 FindWorkspace = Callable[[tuple[Need, ...]], Workspace]
@@ -198,7 +196,7 @@ def sequence(
     @lru_cache(_MOST_TOKENS_KNOWN)
     def parts_of(T: int, Hq: int, Dv: int) -> Workspace:
         assert splits is not None
-        return workspace(forward.needs_of(splits, forward.Shapes((T, Hq, Dv), (Hq, T))))
+        return workspace((splits.need(forward.Shapes((T, Hq, Dv), (Hq, T))),))
 
     def launch(
         q: Tensor,
@@ -223,13 +221,13 @@ def sequence(
         if block_table.dtype != torch.int32:
             block_table = block_table.to(torch.int32)
         ends = lengths(cu_seqlens_q)
-        parts, part_lses, *_ = (out, lse) if splits is None else parts_of(*out.shape)()
+        parts = () if splits is None else parts_of(*out.shape)()
         function(
             q,
             k_cache,
             v_cache,
-            parts,
-            part_lses,
+            out,
+            lse,
             None,
             tile_counter,
             ends,
@@ -238,8 +236,7 @@ def sequence(
             None,
             None if sinks is None else sinks.contiguous(),
             params,
+            *parts,
         )
-        if splits is not None:
-            splits.merge((parts,), (part_lses,), None, out, lse, None, (ends, min_seqlen_q))
 
     return launch

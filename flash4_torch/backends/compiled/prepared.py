@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...problem import Inputs, Problem, new_gradient
 from .. import tile_counters
-from ..base import BackwardLaunch, Launch, Order, Results
+from ..base import BackwardLaunch, Launch, Order
 from ..views import Layout
 from . import backward as slow_backward
 from . import forward as slow_forward
@@ -22,7 +22,7 @@ from .backward import Kernels
 from .forward import Kernel
 from .masks import Read
 from .tensors import contiguous_strides, is_readable, lengths, past_dispatcher, readable
-from .workspace import Need, allocated, shared
+from .workspace import Need, shared
 
 
 def converted(params: tuple[Any, ...]) -> Any:
@@ -77,10 +77,9 @@ def forward(
     has_low = has_low or problem.has_float_mask
     converts, copies_sinks = _converts(inputs)
     empty, float32 = _empty(problem.spec.device), torch.float32
-    splits = kernel.splits
-    new_parts = None
-    if splits is not None:
-        new_parts = allocated(slow_forward.needs_of(splits, shapes), past_dispatcher(problem.spec.device))
+    find_parts = slow_forward.no_parts
+    if kernel.splits is not None:
+        find_parts = shared(index, (kernel.splits.need(shapes),), past_dispatcher(problem.spec.device))
     counter, current_device = tile_counters.counter, tile_counters.current_device
 
     def launch(
@@ -104,14 +103,10 @@ def forward(
         if copies_sinks and sinks is not None:
             sinks = sinks.contiguous()
         mask = None if attn_mask is None else read_mask(attn_mask)
-        parts = Results(out, lse, low) if new_parts is None else Results(*new_parts())
-        results = parts.out, parts.lse, parts.lse_low
-        function(q, k, v, *results, counter(index), ends_q, ends_k, mask, rng_state, sinks, params)
-        if splits is not None:
-            rows = out.transpose(1, 2) if order.out_heads_first else out
-            sequences = None if ends_q is None else (ends_q, 0)
-            lows = None if low is None else (parts.lse_low,)
-            splits.merge((parts.out,), (parts.lse,), lows, rows, lse, low, sequences)
+        results, tile_counter = (out, lse, low), counter(index)
+        function(
+            q, k, v, *results, tile_counter, ends_q, ends_k, mask, rng_state, sinks, params, *find_parts()
+        )  # fmt: skip
         return out, lse, low, None
 
     return launch

@@ -41,11 +41,23 @@ class SchedulerContext(Protocol):
     cta_pair: CtaPair | None
 
 
-def launch(kernel: Any, plan: SchedulerPlan, num_work: Int32, num_sms: Int32, stream: cuda.CUstream) -> None:
-    """Launch as many CTAs, or clusters of them, as the GPU has room for, or as there are work items."""
-    block, shared = (plan.threads, 1, 1), {"min_blocks_per_mp": 1, "stream": stream}
+def launch(
+    kernel: Any,
+    plan: SchedulerPlan,
+    num_work: Int32,
+    num_sms: Int32,
+    stream: cuda.CUstream,
+    at_once: int = 1,
+) -> None:
+    """Launch as many CTAs, or clusters of them, as the GPU has room for, `at_once` on an SM, or as there are
+    work items.
+    """
+    block, shared = (plan.threads, 1, 1), {"min_blocks_per_mp": at_once, "stream": stream}
+    if at_once > 1:
+        # All of what an SM has; without a number the compiler asks a GPU, which need not be there.
+        shared["preferred_smem_carveout"] = 100
     if plan.cluster_size == 1:
-        kernel.launch(grid=(cutlass.min(num_work, num_sms), 1, 1), block=block, **shared)
+        kernel.launch(grid=(cutlass.min(num_work, num_sms * at_once), 1, 1), block=block, **shared)
     else:
         clusters = cutlass.max(cutlass.min(num_work, num_sms // plan.cluster_size), 1)
         grid, cluster = (clusters * plan.cluster_size, 1, 1), (plan.cluster_size, 1, 1)

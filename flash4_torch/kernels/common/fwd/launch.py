@@ -16,6 +16,8 @@ from ..launch_params import LaunchParams, example_params
 from ..smem_layouts import chunk_of
 from .plan import ForwardPlan
 
+NUMBERS_STEP = 4
+"""Numbers of float32 that a vector has: results of a split begin at a multiple of it."""
 MOST_KEYS = 1 << 30
 """Keys of a sequence in pages, at most: sums of two positions fit in 32 bits."""
 
@@ -118,22 +120,25 @@ def count_tiles(
     return tiles * out.shape[0] if plan.features.splits else tiles
 
 
-def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
-    """`forward` compiled for any sizes and strides; call it with its arguments except `plan` and `stream`."""
+def compile_for_any(forward: Any, plan: ForwardPlan, forward_in_splits: Any) -> Any:
+    """`forward`, or `forward_in_splits` of it where keys are split, compiled for any sizes and strides.
+
+    Call it with the arguments except `forward`, `plan` and `stream`.
+    """
     features = plan.features
     modes = 2 if features.is_packed else 3
-    of_cache, of_out = 3 if plan.paged else modes, modes + features.splits
+    of_cache, out_dtype = 3 if plan.paged else modes, plan.dtype if features.splits else plan.out_dtype
     q, k, v, out = (
         host.rows(dtype, (*host.any_sizes(n), D))
         for dtype, n, D in (
             (plan.dtype, modes, features.D),
             (plan.dtype, of_cache, features.D),
             (plan.dtype, of_cache, features.Dv),
-            (plan.out_dtype, of_out, features.Dv),
+            (out_dtype, modes, features.Dv),
         )
     )
-    lse = host.compact(Float32, host.any_sizes(of_out))
-    lse_low = host.compact(Float32, host.any_sizes(of_out)) if features.large_scores else None
+    lse = host.compact(Float32, host.any_sizes(modes))
+    lse_low = host.compact(Float32, host.any_sizes(modes)) if features.large_scores else None
     tile_counter = host.compact(Int32, (1,))
     cu_seqlens = host.compact(Int32, host.any_sizes(1)) if features.varlen else None
     sequences_k = cu_seqlens
@@ -146,4 +151,8 @@ def compile_for_any(forward: Any, plan: ForwardPlan) -> Any:
     sinks = host.compact(host.NUMERIC[features.sinks], host.any_sizes(1)) if features.sinks else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     tensors = (q, k, v, out, lse, lse_low, tile_counter, cu_seqlens, sequences_k, mask, rng_state, sinks)
+    if features.splits:
+        parts = host.compact(Float32, (cute.sym_int(), cute.sym_int(divisibility=NUMBERS_STEP)))
+        tensors = (*tensors, example_params(), parts, forward)
+        return cute.compile(forward_in_splits, *tensors, plan, stream, options="--enable-tvm-ffi")
     return cute.compile(forward, *tensors, example_params(), plan, stream, options="--enable-tvm-ffi")

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 from ....configs.types import Features, tile_dim
 from ..band import BandShape
 from ..host import NUMERIC
+from ..kvcache import MergePlan
 from ..lowering import Layout
 from ..mask_tables import MaskPlan
 from ..smem_layouts import chunk_of
 
+_MERGE_LANES = 4
+"""Threads that divide the splits of a vector of O: latency of loads is what merging takes."""
 _MOST_AT_ONCE = 4
 """Boxes without a loop."""
 
@@ -38,6 +41,12 @@ class ForwardPlan(NamedTuple):
     def stores_float32(self) -> bool:
         """Whether O leaves past shared memory, in float32: there is more to be added to it."""
         return bool(self.features.running) or self.features.splits
+
+    @property
+    def merge(self) -> MergePlan:
+        """How the results of splits are merged."""
+        f = self.features
+        return MergePlan("float32", f.Dv, 1, f.dtype, f.varlen, _MERGE_LANES, f.large_scores)
 
     @property
     def D(self) -> int:

@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ....configs.types import Features, Sm100Forward
+from ...aux_kernels.splits import forward_in_splits
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel, outputs_of
@@ -57,7 +58,8 @@ def forward(
     ones of each head. "add" merges its results with those that out and lse have.
 
     With `features.splits` out (N, B, Sq, Hq, Dv) is float32 and lse (N, B, Hq, Sq), or (N, T, Hq, Dv) and
-    (N, Hq, T): of N splits of every tile's blocks, for `merge_states` to merge. The first one counts sinks.
+    (N, Hq, T): of N splits of every tile's blocks, which `forward_in_splits` merges. The first one counts
+    sinks.
     """
     plan.check()
     q, k, v = host.in_order(params.heads_first, q, k, v)
@@ -109,4 +111,4 @@ def _store_map(
 
 def compile_forward(features: Features, config: Sm100Forward) -> Any:
     """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
-    return compile_for_any(forward, Plan(features, config))
+    return compile_for_any(forward, Plan(features, config), forward_in_splits)

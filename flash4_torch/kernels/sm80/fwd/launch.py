@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 
 from ....configs.types import Features, Sm80Forward
+from ...aux_kernels.splits import forward_in_splits
 from ...common import host
 from ...common.attn_mask import MaskArgs
 from ...common.fwd.launch import Maps, compile_for_any, count_tiles, outputs_of
@@ -49,7 +50,8 @@ def forward(
     ones of each head. "add" merges its results with those that out and lse have.
 
     With `features.splits` out (N, B, Sq, Hq, Dv) is float32 and lse (N, B, Hq, Sq), or (N, T, Hq, Dv) and
-    (N, Hq, T): of N splits of every tile's blocks, for `merge_states` to merge. The first one counts sinks.
+    (N, Hq, T): of N splits of every tile's blocks, which `forward_in_splits` merges. The first one counts
+    sinks.
     """
     plan.check()
     q, k, v = host.in_order(params.heads_first, q, k, v)
@@ -103,4 +105,4 @@ def _weights_layout(plan: Plan) -> cute.ComposedLayout:
 
 def compile_forward(features: Features, config: Sm80Forward) -> Any:
     """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
-    return compile_for_any(forward, Plan(features, config))
+    return compile_for_any(forward, Plan(features, config), forward_in_splits)

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from ....configs.types import Features, Sm90Forward
+from ...aux_kernels.splits import forward_in_splits
 from ...common import host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.fwd import pages
@@ -58,7 +59,8 @@ def forward(
     ones of each head. "add" merges its results with those that out and lse have.
 
     With `features.splits` out (N, B, Sq, Hq, Dv) is float32 and lse (N, B, Hq, Sq), or (N, T, Hq, Dv) and
-    (N, Hq, T): of N splits of every tile's blocks, for `merge_states` to merge. The first one counts sinks.
+    (N, Hq, T): of N splits of every tile's blocks, which `forward_in_splits` merges. The first one counts
+    sinks.
     """
     plan.check()
     q, k, v = host.in_order(params.heads_first, q, k, v)
@@ -95,7 +97,7 @@ def forward(
         params,
         plan,
     )
-    tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream)
+    tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream, plan.config.at_once)
 
 
 def _key_maps(k: cute.Tensor, v: cute.Tensor, layouts: Layouts, plan: Plan) -> tuple:
@@ -126,4 +128,4 @@ def _store_map(
 
 def compile_forward(features: Features, config: Sm90Forward) -> Any:
     """`forward` compiled for any sizes and strides; call it with its arguments but `plan` and `stream`."""
-    return compile_for_any(forward, Plan(features, config))
+    return compile_for_any(forward, Plan(features, config), forward_in_splits)

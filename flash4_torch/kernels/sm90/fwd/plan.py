@@ -63,6 +63,11 @@ _BUDGETS = (
         "dropout with a wide O: RNG warps in the producer's warpgroup",
     ),
     Budget(
+        lambda p: p.config.at_once == 2,
+        {1: Registers(152, 104)},
+        "two CTAs on an SM: half of its registers each",
+    ),
+    Budget(
         lambda p: p.features.splits,
         {1: Registers(240, 96), 2: Registers(216, 72), 3: Registers(152, 56)},
         "splits: the load warp finds them, and spilled up to 38 times with 40",
