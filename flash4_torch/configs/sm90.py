@@ -31,8 +31,6 @@ _MOD_TEMPORARIES = 24
 """Programs that load numbers for each score or compute many: as many as such ones spill without."""
 _LIGHT_MOD_TEMPORARIES = 4
 """Programs like ALiBi and softcap, and bounds of rows."""
-_LIGHT_MOD_TEMPORARIES_OF_ONE = 20
-"""The same where one warpgroup has them: as many as such ones spill without."""
 _FUNCTION_TEMPORARIES = 4
 """Functions in programs next to a left bound: softcap in 192 x 128 at D 64 spilled."""
 _PAGED_SOFTCAP_TEMPORARIES = 4
@@ -97,8 +95,6 @@ TABLE = (
         "without next_tile and k_ahead up to 1.1 of its time with several waves, else the same", few=True),
     Row(64, 64, None, None, _Tiles(1, 96, 4, 2, k_ahead=True), _Time(6.5, 900),
         "floating masks: 128 keys have no registers; 0.69 of two warpgroups' time", few=True),
-    Row(64, 64, None, None, _Tiles(1, 64, 4, 2, k_ahead=True), _Time(7.0, 900),
-        "programs: 128 and 96 keys spill; the blocks of block masks have whole ones of these", few=True),
     Row(64, 64, None, None, _Tiles(2, 128, 4, 2, next_tile=True, k_ahead=True, lazy_rescale=True),
         _Time(9.4, 1500),
         "dropout: 1.03 to 1.1 of that without lazy_rescale; and features that need many registers"),
@@ -120,8 +116,6 @@ TABLE = (
         "as for 64", few=True),
     Row(96, 96, None, None, _Tiles(1, 96, 3, 2, k_ahead=True), _Time(7.7, 1300),
         "floating masks, as for 64; unmeasured", few=True),
-    Row(96, 96, None, None, _Tiles(1, 64, 4, 2, k_ahead=True), _Time(8.2, 1300),
-        "programs, as for 64; unmeasured", few=True),
     Row(96, 96, None, None, _Tiles(2, 128, 3, 2, k_ahead=True), _Time(10.0, 1800),
         "features that need registers"),
 
@@ -150,8 +144,6 @@ TABLE = (
         "as for 64", few=True),
     Row(128, 128, None, None, _Tiles(1, 80, 2, 2, k_ahead=True), _Time(9.0, 1400),
         "floating masks, as for 64", few=True),
-    Row(128, 128, None, None, _Tiles(1, 64, 4, 2, k_ahead=True), _Time(9.5, 1400),
-        "programs, as for 64", few=True),
     Row(128, 128, None, None,
         _Tiles(2, 128, 2, 2, next_tile=True, k_ahead=True, lazy_rescale=True, o_over_q=True),
         _Time(10.9, 1900),
@@ -174,8 +166,6 @@ TABLE = (
         "with 112 keys causal bool masks spill", few=True),
     Row(192, 192, None, None, _Tiles(1, 64, 2, 1, k_ahead=True), _Time(12.0, 3300),
         "floating masks, as for 64; unmeasured", few=True),
-    Row(192, 192, None, None, _Tiles(1, 32, 4, 1, k_ahead=True), _Time(14.0, 3300),
-        "programs, as for 64: 64 keys spill; unmeasured", few=True),
     Row(192, 192, None, None, _Tiles(2, 64, 2, 1, k_ahead=True, lazy_rescale=True), _Time(14.5, 4000),
         "as for 128", least_box=64),
     Row(192, 192, None, None, _Tiles(2, 80, 2, 1, k_ahead=True, lazy_rescale=True), _Time(14.5, 4000),
@@ -195,8 +185,6 @@ TABLE = (
         "S 4k and 16k: full 1.04 and 1.02, causal 1.02; without clusters 1.03 and 1.02, 1.005"),
     Row(256, 256, None, None, _Tiles(1, 80, 2, 1, k_ahead=True), _Time(13.3, 4000),
         "without k_ahead up to 1.02 of its time", few=True),
-    Row(256, 256, None, None, _Tiles(1, 32, 3, 1, k_ahead=True), _Time(17.0, 4000),
-        "programs, as for 64: 64 keys spill; unmeasured", few=True),
     Row(256, 256, None, None, _Tiles(2, 48, 2, 1, k_ahead=True, lazy_rescale=True), _Time(21.0, 3800),
         "features that need registers, or Dv > D"),
     Row(256, 256, None, None, _Tiles(2, 32, 2, 1, k_ahead=True, lazy_rescale=True), _Time(25.0, 3800),
@@ -290,10 +278,8 @@ def completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa:
 
 def fits(features: Features, config: Sm90Forward) -> bool:
     """Whether the GPU has room for it: in shared memory, in registers, and in Q's place for O."""
-    most = _most_keys_next_to_programs(features) if config.warpgroups == 1 else None
     return (
         config.shared_memory(features) <= SHARED_MEMORY
-        and (most is None or config.keys <= most)
         and registers(features, config) <= available_registers(features, config)
         and (not config.o_over_q or tile_dim(features.Dv) <= tile_dim(features.D))
     )
@@ -317,42 +303,22 @@ def registers(features: Features, config: Sm90Forward) -> int:
         _BOOL_MASK_TEMPORARIES * (features.mask == "bool")
         + _SOFTCAP_TEMPORARIES * features.softcap
         + _DROPOUT_TEMPORARIES * features.dropout
-        + _of_mods(features, config)
+        + _of_mods(features)
         + _PAGED_SOFTCAP_TEMPORARIES * (features.softcap and features.page_box > 0)
     )
     return columns + _TEMPORARIES + extras + _bias(features, config)
 
 
-def _of_mods(features: Features, config: Sm90Forward) -> int:
+def _of_mods(features: Features) -> int:
     """Registers of programs, block masks and bounds of rows."""
-    if not any(features.mods):
+    mods = features.mods
+    if not any(mods):
         return 0
-    if _has_heavy_mods(features):
+    texts = [text for text in (mods.score_mod, mods.mask_mod) if text]
+    if mods.blocks or not all(map(programs.is_light, texts)):
         return _MOD_TEMPORARIES
-    if config.warpgroups == 1:
-        return _LIGHT_MOD_TEMPORARIES_OF_ONE
-    has_functions = features.left and any(map(programs.has_functions, _texts(features)))
+    has_functions = features.left and any(map(programs.has_functions, texts))
     return _LIGHT_MOD_TEMPORARIES + _FUNCTION_TEMPORARIES * has_functions
-
-
-def _has_heavy_mods(features: Features) -> bool:
-    """Whether there is a block mask, or a program that loads numbers for each score or computes many."""
-    return bool(features.mods.blocks) or not all(map(programs.is_light, _texts(features)))
-
-
-def _texts(features: Features) -> list[str]:
-    return [text for text in (features.mods.score_mod, features.mods.mask_mod) if text]
-
-
-def _most_keys_next_to_programs(features: Features) -> int | None:
-    """The most keys of one warpgroup's blocks next to heavy programs; None without.
-
-    ptxas loads numbers ahead for as many scores as a thread has, and spilled up to 54 times with more keys,
-    though fewer registers are needed.
-    """
-    if not _has_heavy_mods(features):
-        return None
-    return 64 if tile_dim(features.Dv) <= 128 else 32
 
 
 def _bias(features: Features, config: Sm90Forward) -> int:

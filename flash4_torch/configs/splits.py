@@ -24,7 +24,7 @@ _MERGE_BYTES_PER_NS = 2500.0
 """Bytes of results of splits that are written and read again in a nanosecond."""
 _READ_BYTES_PER_NS = 4500.0
 """Bytes of K and V that a GPU reads in a nanosecond: splits do not make it faster."""
-_CLEARLY = 0.93
+_CLEARLY = 0.97
 """Keys are split if that takes less than this share of the time without: estimates err."""
 _MOST_SPLITS = 128
 _SHARES = (0.25, 0.5, 1.0, 2.0)

@@ -208,7 +208,7 @@ def test_every_row_serves_somebody() -> None:
     pages = tuple({"varlen": True, "page_box": box, **D} for box in (16, 32, 64) for D in ({}, {"D": 64}))
     sizes = itertools.product((1, 100, 200, 4096), (256, 1024, 4096, 16384), (1, 8, 99))
     for row, right, extra, (Sq, Sk, heads) in itertools.product(
-        sm90.TABLE, (False, True), (*extras, *pages, {"mods": Mods(blocks="rows")}), tuple(sizes)
+        sm90.TABLE, (False, True), (*extras, *pages), tuple(sizes)
     ):
         features = BARE._replace(**{"D": row.D, "Dv": row.Dv, "right": right, **extra})
         served.add(sm90.row(features, Sizes(Sq, Sk, heads=heads, num_sms=132)))

@@ -224,6 +224,8 @@ class Emulated(Compiled):
         return self._counter
 
 
+_COMMON_KEYS = 64
+"""Keys that the blocks of block masks mostly have a multiple of."""
 _WIDEST = 256
 """Columns of the widest heads that kernels with functions have."""
 
@@ -390,7 +392,9 @@ def chosen_split(target: Target, problem: FlexProblem, num_sms: int) -> SplitCho
 def _features_of(problem: FlexProblem) -> Features:
     """What the kernel must have, in whatever tiles."""
     spec = problem.spec
-    blocks, ramp = "" if spec.block is None else "rows", has_ramp(problem)
+    blocks, ramp = "", has_ramp(problem)
+    if spec.block is not None:
+        blocks = _states(spec.block[1], _COMMON_KEYS, problem.extent.Sk)
     mods = Mods(spec.score_mod, spec.mask_mod, blocks, bounds=spec.bounds, ramp=ramp)
     return forward.features_of(plain_problem(problem), mods)
 
