@@ -8,13 +8,15 @@ from .splits import Candidate, Splits
 from .types import Features, Sm90Forward, tile_dim
 from .waves import TileTime
 
-_FLOAT_MASK, _PROGRAM, _FUNCTIONS, _LOADS = 1.4, 1.2, 1.7, 3.5
-"""How many times as long keys take next to a floating mask, and next to a program: any, one that computes
-functions like tanh, one that loads a number for each score. Measured at D 128, one query of 8 sequences.
+_FLOAT_MASK_NS, _PROGRAM_NS, _FUNCTIONS_NS, _LOADS_NS = 3.5, 3.0, 5.8, 20.0
+"""What a key of 64 rows takes more next to a floating mask, and next to a program: any, one that computes
+functions like tanh (softcap too), one that loads a number for each score. Fitted to one query of 8 sequences.
 """
+_OF_TWO = 1.4
+"""How many times as long that takes two CTAs on an SM."""
 _LOAD_REGISTERS = 24
 """Registers of a consumer's thread that the load warp has next to several warpgroups: it finds splits."""
-_ALONE = 0.6
+_ALONE = 0.8
 """The share of the time of two CTAs on an SM that one takes."""
 
 
@@ -46,25 +48,31 @@ def _whole(features: Features, sizes: Sizes) -> Candidate:
 
 
 def _candidate(features: Features, row: sm90.Row) -> Candidate:
-    time, at_once = row.time._replace(per_key=row.time.per_key * _slowdown(features)), row.config.at_once
+    at_once, warpgroups = row.config.at_once, row.config.warpgroups
+    more = _more_ns(features) * (_OF_TWO if at_once == 2 else max(warpgroups / 2, 1.0))
+    time = row.time._replace(per_key=row.time.per_key + more)
     return Candidate(row, time, at_once, 1.0 if at_once == 1 else _ALONE)
 
 
-def _slowdown(features: Features) -> float:
+def _more_ns(features: Features) -> float:
     texts = [text for text in (features.mods.score_mod, features.mods.mask_mod) if text]
     if any(map(programs.loads_often, texts)):
-        return _LOADS
+        return _LOADS_NS
     if features.softcap or any(map(programs.has_functions, texts)):
-        return _FUNCTIONS
-    return _PROGRAM if texts else _FLOAT_MASK if features.float_mask else 1.0
+        return _FUNCTIONS_NS
+    return _PROGRAM_NS if texts else _FLOAT_MASK_NS if features.float_mask else 0.0
 
 
 def _candidates(features: Features) -> list[Candidate]:
-    """Rows for many keys; three warpgroups won one of 192 cells, by little."""
+    """Rows for many keys; three warpgroups won one of 192 cells, by little. softcap takes as long as a
+    program.
+    """
     if any(features.mods):
         return [_candidate(features, _program_row(features))]
     rows = [row for row in sm90.candidates(features, None) if _has_registers(features, row.config)]
     few = [row for row in rows if row.config.warpgroups < 3] or rows
+    if features.softcap and not (features.mask or features.page_box):
+        few.append(_program_row(features))
     return [_candidate(features, row) for row in few]
 
 
@@ -98,4 +106,4 @@ def _completed(features: Features, config: Sm90Forward, pack_gqa: int) -> Sm90Fo
     return sm90.completed(features, config, ragged_k=True, pack_gqa=pack_gqa)
 
 
-SPLITS = Splits(_whole, _candidates, _completed)
+SPLITS = Splits(_whole, _candidates, _completed, clearly=0.97)

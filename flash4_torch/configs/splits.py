@@ -24,8 +24,6 @@ _MERGE_BYTES_PER_NS = 2500.0
 """Bytes of results of splits that are written and read again in a nanosecond."""
 _READ_BYTES_PER_NS = 4500.0
 """Bytes of K and V that a GPU reads in a nanosecond: splits do not make it faster."""
-_CLEARLY = 0.97
-"""Keys are split if that takes less than this share of the time without: estimates err."""
 _MOST_SPLITS = 128
 _SHARES = (0.25, 0.5, 1.0, 2.0)
 """Numbers of CTAs that are tried, in those that the GPU runs at once."""
@@ -68,6 +66,8 @@ class Splits(NamedTuple):
     """What may serve splits; none if the kernel does not split such calls."""
     completed: Callable[[Features, Any, int], Any]
     """The config for splits: from features, the config of a candidate's row, and the heads in a tile."""
+    clearly: float = 0.9
+    """Keys are split if that takes less than this share of the time without: estimates err."""
 
     def split(self, features: Features, sizes: Sizes) -> Split | None:
         """How to divide keys, or None where this gains nothing; `sizes` has the number of heads.
@@ -77,14 +77,14 @@ class Splits(NamedTuple):
         """
         if not features.may_be_split or sizes.heads is None or sizes.num_splits == 1:
             return None
-        best, least = None, (math.inf, math.inf)
+        best: tuple[Any, int] | None = None
+        least = math.inf, math.inf
         if not sizes.num_splits:
             whole = self.whole(features, sizes)
             launch = launch_of(features, sizes, whole.row.config)
-            ns = _CLEARLY * max(whole.ns(launch), _read_ns(features, sizes, launch))
-            if ns <= _MERGE_NS:
+            least = self.clearly * max(whole.ns(launch), _read_ns(features, sizes, launch)), math.inf
+            if least[0] <= _MERGE_NS:
                 return None
-            least = ns, math.inf
         row_bytes = 4 * features.Dv * sizes.Sq * sizes.group * sizes.heads
         for tile in self.candidates(features):
             config = tile.row.config

@@ -171,7 +171,12 @@ def _found(entry: str, static: tuple[Any, ...]) -> Any:
 
 
 def launch(
-    target: Target, given: PagedCall, options: CallOptions, out: torch.Tensor, lse: torch.Tensor
+    target: Target,
+    given: PagedCall,
+    options: CallOptions,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    min_seqlen_q: int = 0,
 ) -> None:
     """A launch as a backend makes it."""
     call = given.call
@@ -183,7 +188,8 @@ def launch(
     ends = torch.tensor([0, *torch.tensor(call.lengths[0]).cumsum(0)])
     rest = given.table.long(), ends, given.seqused_k.long(), call.sinks, out, lse
     counter = torch.zeros(1, dtype=torch.int32)
-    paged.sequence(kernel, unchanged, new_tensors)(call.q, given.k, given.v, *rest, counter)
+    run = paged.sequence(kernel, unchanged, new_tensors, min_seqlen_q)
+    run(call.q, given.k, given.v, *rest, counter)
     assert counter.item() == 0
 
 

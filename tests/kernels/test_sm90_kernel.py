@@ -103,6 +103,9 @@ STATICS = {
     "splits, O over Q": static(
         192, 192, (2, 64, 2, 1), splits=True, k_ahead=True, o_over_q=True, softcap=True, scaled=True
     ),
+    "splits, two CTAs": static(
+        96, 96, (1, 64, 3, 1), splits=True, at_once=2, k_ahead=True, softcap=True, scaled=True, **CAUSAL
+    ),
     "splits, bool mask": static(
         64, 64, (2, 128, 4, 2), splits=True, mask="bool", k_ahead=True, sinks="bfloat16", **WINDOW
     ),

@@ -21,7 +21,8 @@ from flash4_torch.backends.compiled import SM90A
 from flash4_torch.configs import sm80_splits, sm90, sm90_splits, sm100_splits
 from flash4_torch.configs.sizes import Sizes
 from flash4_torch.configs.splits import Split, Splits
-from flash4_torch.configs.types import Features
+from flash4_torch.configs.types import SHARED_MEMORY, Features, Mods
+from flash4_torch.flex.attention import traced
 from flash4_torch.problem import CallOptions
 from kernel_calls import Results, check_results, drawn
 from paged_calls import in_pages
@@ -145,9 +146,9 @@ def test_the_kernel_agrees_that_it_can_run_every_config(of: str) -> None:
                     Plan(own._replace(page_box=page_box, splits=True), config).check()
 
 
-def _measured(name: str) -> list[dict[str, Any]]:
+def _measured(name: str, rows: str = "cells") -> list[dict[str, Any]]:
     results = resources.files("flash4_torch.bench") / "results" / f"{name}.json"
-    return list(json.loads(results.read_text())["cells"])
+    return list(json.loads(results.read_text())[rows])
 
 
 def test_measured_calls_take_what_won_there() -> None:
@@ -174,6 +175,40 @@ def test_measured_calls_by_mma_sync_take_nearly_what_won_there() -> None:
         shares.append(own[name] / min(own.values()))
         assert shares[-1] <= 1.32, (cell, name)
     assert sum(shares) / len(shares) <= 1.012
+
+
+def test_measured_calls_next_to_functions_take_nearly_what_won_there() -> None:
+    """One query: softcap, and a table of a number for each score."""
+    q, table = torch.empty(1, 1, 2, 64), torch.ones(64)
+    bias = traced(q, q, lambda s, b, h, i, j: s + table[(i - j).clamp(0, 63)], None).score_mod
+    own: dict[str, dict[str, Any]] = {
+        "cap": {"softcap": True, "scaled": True},
+        "bias": {"mods": Mods(bias), "scaled": True},
+    }
+    shares = []
+    for cell in _measured("flex-few-queries-h200", "one_query"):
+        (Hq, Hk, D), B, Sk, us = cell["heads"], cell["B"], cell["Sk"], cell["us"]
+        if cell["kind"] in own:
+            sizes = Sizes(1, Sk, Hq // Hk, heads=B * Hk, num_sms=NUM_SMS)
+            split = sm90_splits.SPLITS.split(Features("bfloat16", D, D, **own[cell["kind"]]), sizes)
+            assert split is not None
+            name, ctas = "chosen", B * Hk * split.number
+            if split.config.at_once == 2:
+                factor = min((0.5, 1.0, 2.0), key=lambda x: abs(ctas - 2 * NUM_SMS * x))
+                name = f"{split.config.keys}x{split.config.kv_stages} {factor}"
+            elif cell["chosen"] != [split.config.keys, split.number]:
+                continue
+            shares.append(us[name] / min(us.values()))
+    assert len(shares) > 20 and max(shares) <= 1.17 and sum(shares) / len(shares) <= 1.03
+
+
+def test_two_ctas_fit_on_an_sm() -> None:
+    """An SM has 1 KiB more than a CTA may have, and takes as much from each."""
+    for D, blocks in itertools.product((64, 96, 128, 192, 256), ("", "rows", "scores")):
+        own = Features("bfloat16", D, D, mods=Mods(blocks=blocks, bounds=True))
+        (tile,) = sm90_splits.SPLITS.candidates(own)
+        assert tile.at_once == tile.row.config.at_once == (2 if D <= 128 else 1)
+        assert tile.at_once * (tile.row.config.shared_memory(own) + 1024) <= SHARED_MEMORY + 1024
 
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -250,10 +285,26 @@ def test_caches_are_split() -> None:
     kernel = forward.features_of(problem_of().problem)._replace(sinks="bfloat16"), None
     call = drawn(kernel, lengths=((30, 0, 90), (250, 33, 130)), right=0)
     out, lse = half(120, 2, 64).fill_(float("nan")), torch.full((2, 120), float("nan"))
+    given = in_pages(call, 16, "heads", seed=1)
     with emulate.device(target.arch) as device:
-        launch(target, in_pages(call, 16, "heads", seed=1), CallOptions(0.125, window_right=0), out, lse)
+        launch(target, given, CallOptions(0.125, window_right=0), out, lse)
     assert len(device.reports) == 2
     check_results(kernel, call, Results(out, lse))
+    # Sequences with fewer queries are another launch's.
+    own, own_lse = out.clone(), lse.clone()
+    own[:30], own_lse[:, :30] = 7.0, 7.0
+    with emulate.device(target.arch):
+        launch(target, given, CallOptions(0.125, window_right=0), out.fill_(7.0), lse.fill_(7.0), 31)
+    assert torch.equal(out, own) and torch.equal(lse, own_lse)
+
+
+def test_results_of_every_split_are_aligned() -> None:
+    """Whatever the number of rows, which the stand-in for the kernel looks at."""
+    q, k, v = (torch.zeros(1, S, H, 64).bfloat16() for S, H in ((1, 3), (3000, 1), (3000, 1)))
+    with on_cpu.gpu(SM90A) as machine:
+        for _ in range(3):
+            flash4_torch.attention(q, k, v)
+        assert all(launch.features.splits for launch in machine.launches)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def _forward(machine: Machine, features: Features, config: ForwardConfig, *args:
         # The kernel has memory for results of splits: all of it, and of all of them.
         *args, parts = args
         numbers = sum(x.numel() for x in args[3:6] if x is not None)
-        assert parts.shape[0] > 1 and parts.shape[1:] == (-(-numbers // 4) * 4,)
+        assert parts.shape[0] > 1 and parts.shape[1:] == (-(-numbers // 8) * 8,)
         assert parts.is_contiguous() and parts.dtype == torch.float32
         parts.fill_(math.nan)
     *qkv, out, lse, low, counter, ends_q, ends_k, mask_args, rng_state, sinks, params = args

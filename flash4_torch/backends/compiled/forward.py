@@ -30,8 +30,8 @@ _MOST_IN_SECTION = 32
 """Packs of heads in a section, before sections are made even."""
 _TILES_EACH = 4
 """Tiles in a section for each SM, at least."""
-_VECTOR = 4
-"""Numbers of float32 in 16 bytes."""
+_VECTOR = 8
+"""Numbers of float32 in 32 bytes, the widest load."""
 _NO_MODS = Mods()
 
 
@@ -43,7 +43,7 @@ class Splits(NamedTuple):
     """Whether lse has a rounding error that counts."""
 
     def need(self, shapes: Shapes) -> Need:
-        """Memory for out, lse and, if it counts, lse_low of all of them, each at a multiple of 16 bytes."""
+        """Memory for out, lse and, if it counts, lse_low of all of them, each at a multiple of 32 bytes."""
         out, lse = map(math.prod, shapes)
         numbers = out + lse * (1 + self.has_low)
         return (self.number, -(-numbers // _VECTOR) * _VECTOR), torch.float32

@@ -40,7 +40,7 @@ def forward_in_splits(
     """Launch an architecture's `forward` with the keys of each tile in splits, and what merges their results.
 
     Arguments are those of a forward in one piece, and parts (N, numbers) float32, contiguous, for results of
-    N splits: numbers is the least multiple of 4 that is enough for out, lse and lse_low. In one call both
+    N splits: numbers is the least multiple of 8 that is enough for out, lse and lse_low. In one call both
     launches take the host little more than one.
     """
     rows = host.in_order(params.out_heads_first, out)

@@ -89,8 +89,6 @@ class Rows(NamedTuple):
     """Floating masks: whether `run` keys of a row can be loaded at once."""
     run: int
     """Number of neighbouring keys that a thread has, at most 16 bytes of them."""
-    are_there: Boolean | None = None
-    """Whether the sequence has any of the warp's rows, where `numbers_of` loads them."""
 
 
 def example_args(plan: MaskPlan) -> MaskArgs:
@@ -168,13 +166,11 @@ def rows_of(
     heads: tuple[Int32, ...],
     rows: tuple[Int32, ...],
     pair: Int32 | None = None,
-    Sq: Int32 | None = None,
 ) -> Rows:
     """The mask of a thread's rows; rows beyond the end are read as the last one.
 
-    heads, rows: query head and query of each row, in ascending order. pair: which two of every eight keys are
-    the thread's, lane % 4 for a wgmma accumulator; None: all are. Sq: the sequence's queries, for
-    `numbers_of`.
+    heads, rows: query head and query of each row. pair: which two of every eight keys are the thread's, lane
+    % 4 for a wgmma accumulator; None: all are.
     """
     Bm, Hm, Sqm, _ = mask.values.shape
     values, bits = [], []
@@ -188,8 +184,7 @@ def rows_of(
                 row = cute.make_tensor(row.iterator + pair, words)
             bits.append(row)
     run = 2 if pair is not None else VECTOR * 8 // mask.values.element_type.width
-    are_there = None if Sq is None else cute.arch.vote_any_sync(rows[0] < Sq)
-    return Rows(tuple(values), tuple(bits), is_aligned(mask.values, run), run, are_there)
+    return Rows(tuple(values), tuple(bits), is_aligned(mask.values, run), run)
 
 
 @cute.jit
@@ -206,43 +201,6 @@ def words_of(own: Rows, n: Int32) -> tuple[cute.Tensor, ...]:
             cute.autovec_copy(vector_at(start, width, Uint32), into)
         words.append(loaded)
     return tuple(words)
-
-
-@cute.jit
-def numbers_of(mask: Mask, own: Rows, n: Int32, fragment: Fragment) -> tuple[cute.Tensor, ...]:
-    """The numbers of a floating mask for each row of block n, to be loaded before the scores are ready.
-
-    Rows that no sequence has are not read: splits serve few rows, of which most warps of a tile have none.
-    """
-    rows, dtype = range(len(own.values)), mask.values.element_type
-    numbers = tuple(cute.make_rmem_tensor(len(fragment.offsets), dtype) for _ in rows)
-    for x in numbers:
-        x.fill(0.0)
-    if own.are_there:
-        if own.aligned and (n + 1) * mask.plan.keys <= mask.values.shape[3]:
-            for r in cutlass.range_constexpr(len(rows)):
-                _load_runs(own, fragment, r, numbers[r])
-        else:
-            for r in cutlass.range_constexpr(len(rows)):
-                for c in cutlass.range_constexpr(len(fragment.offsets)):
-                    key = within(fragment.key + fragment.offsets[c], mask.values.shape[3])
-                    numbers[r][c] = own.values[r][key]
-    return numbers
-
-
-def _load_runs(own: Rows, fragment: Fragment, r: int, into: cute.Tensor) -> None:
-    """Load a row's keys, as many neighbours at once as a thread has."""
-    row, run = own.values[r], own.run
-    for c in range(0, len(fragment.offsets), run):
-        start = row.iterator + (fragment.key + fragment.offsets[c])
-        cute.autovec_copy(vector_at(start, run), cute.make_tensor(into.iterator + c, cute.make_layout(run)))
-
-
-def _add_numbers(numbers: tuple[cute.Tensor, ...], fragment: Fragment) -> None:
-    """Add what `numbers_of` has loaded to scores."""
-    for r, of_row in enumerate(numbers):
-        for c in range(len(fragment.offsets)):
-            fragment.values[r, c] = fragment.values[r, c] + of_row[c].to(Float32)
 
 
 @cute.jit
@@ -279,7 +237,6 @@ def apply(
 ) -> None:
     """Mask scores of block n, or add to them; for a floating mask they are already scaled, in natural units.
 
-    words: what `words_of` or `numbers_of` has loaded of the block.
     one_by_one: keys of a floating mask that are not neighbours are read row after row, for lack of registers.
 
     The fragment's column 0 is the first of the thread's keys in the block. Scores of keys beyond Sk become
@@ -287,8 +244,6 @@ def apply(
     """
     if cutlass.const_expr(mask.plan.dtype == "bool"):
         mask_out(words, fragment)
-    elif cutlass.const_expr(len(words) > 0):
-        _add_numbers(words, fragment)
     elif cutlass.const_expr(one_by_one):
         _add_one_by_one(mask, own, n, fragment)
     else:

@@ -146,8 +146,7 @@ def _work(ctx: Context, t: Thread, tile: Tile, blocks: Blocks, slice_: Warpgroup
     if cutlass.const_expr(plan.features.mask):
         head = tiles.query_head(ctx, tile)
         heads = tuple(head + row % plan.pack_gqa for row in rows)
-        Sq = tile.Sq if plan.loads_mask_ahead else None
-        mask = attn_mask.rows_of(ctx.mask, tile.batch, heads, positions, t.lane % LANES, Sq)
+        mask = attn_mask.rows_of(ctx.mask, tile.batch, heads, positions, t.lane % LANES)
     if cutlass.const_expr(any(plan.features.mods)):
         head = tiles.query_head(ctx, tile)
         heads = tuple(head + row % plan.pack_gqa for row in rows)
@@ -249,7 +248,7 @@ def _block(
     ring.wait_full(ctx.load_v, v_at)
     wgmma.accumulate(t.O, t.P, ctx.sV[None, None, v_at.stage], i > 1)
     _warp_scheduler_arrive(ctx, t)
-    words = _mask_words(ctx, t, work, n) if masked else ()
+    words = _mask_words(ctx, work, n) if masked else ()
     wgmma.wait(1)
     ring.release(ctx.load_k, k_at)
     bases = _finish_scores(ctx, t, work, t.S, n, plan.inner_band if masked else None, words)
@@ -302,7 +301,7 @@ def _first_scores(ctx: Context, t: Thread, work: TileState, q_at: Cursor, k_at: 
 
 @cute.jit
 def _first_p(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: Int32) -> None:
-    bases = _finish_scores(ctx, t, work, S, n, ctx.plan.band, _mask_words(ctx, t, work, n))
+    bases = _finish_scores(ctx, t, work, S, n, ctx.plan.band, _mask_words(ctx, work, n))
     scale = scores.softmax_scale(ctx.params, ctx.plan.features)
     softmax.first_block(wgmma.rows_of(S), t.rows, scale, ctx.plan.softmax, bases)
 
@@ -333,11 +332,8 @@ def _finish_scores(ctx: Context, t: Thread, work: TileState, S: cute.Tensor, n: 
 
 
 @cute.jit
-def _mask_words(ctx: Context, t: Thread, work: TileState, n: Int32):
-    """The words or numbers of the mask for block n, loaded before the scores are ready."""
-    if cutlass.const_expr(ctx.plan.loads_mask_ahead):
-        fragment = mma_fragment(t.S, work.positions, n * ctx.plan.keys, t.lane)
-        return attn_mask.numbers_of(ctx.mask, work.mask, n, fragment)
+def _mask_words(ctx: Context, work: TileState, n: Int32):
+    """The words of the mask for block n, loaded before the scores are ready."""
     if cutlass.const_expr(ctx.plan.features.mask):
         return attn_mask.words_of(work.mask, n)
     return ()

@@ -123,11 +123,6 @@ class Plan(ForwardPlan):
         return self.consumer_warps + self.rng_warps + self.loads_v_apart
 
     @property
-    def loads_mask_ahead(self) -> bool:
-        """Whether a floating mask is loaded before the scores are ready: splits wait for memory as it is."""
-        return self.features.splits and self.features.float_mask
-
-    @property
     def loads_v_apart(self) -> bool:
         """Whether a warp of its own loads V: a block has so many boxes that one warp could not keep up."""
         return self.paged and self.page_boxes > _BOXES_OF_ONE_WARP
@@ -234,6 +229,7 @@ class Plan(ForwardPlan):
         # With `k_ahead` a K arrives without waiting for the last V before it.
         assert self.skips_both or self.skipped <= c.kv_stages - c.next_tile + c.k_ahead
         assert not f.mods.bounds or not (c.next_tile or f.dropout)
+        assert c.at_once == 1 or (c.at_once == 2 and f.splits and c.warpgroups == 1)
         assert c.cluster in (1, 2)
         self.check_pages()
         self.check_running()
