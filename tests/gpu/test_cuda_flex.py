@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flash4_torch
-from flash4_torch import backends
+from flash4_torch import backends, testing
 from flash4_torch.flex.block_mask import create_block_mask
 from flash4_torch.ops import flex as ops
 from own_gpu import needs_ours
@@ -100,3 +100,49 @@ def test_a_graph_replays_with_new_data() -> None:
                 x.normal_()
             graph.replay()
             assert_same([out, lse], list(calls.forward()))
+
+
+FEW: dict[str, tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]] = {
+    "ramp": (lambda s, b, h, i, j: s - (h + 1) * (i + LONG - j) * 0.01, lambda b, h, i, j: j <= i + LONG),
+    "functions": (lambda s, b, h, i, j: 9 * torch.tanh((s + h) / 9), None),
+    "lists": (None, lambda b, h, i, j: (j - 3 * i + h) % 3 != 0),
+    "bounds": (None, lambda b, h, i, j: (j >= 40 * i) & (j < 3000 + i)),
+}
+"""Functions of few queries next to many keys, whose keys are split."""
+LONG = 3900
+
+
+def by_definition(
+    q: Tensor, k: Tensor, v: Tensor, mods: tuple[Any, Any], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of (B, H, S, D), computed in `dtype`."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.to(dtype), *(x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+    sizes = (*q.shape[:3], k.shape[2])
+    places = [
+        torch.arange(n, device=q.device).view([-1 if d == e else 1 for e in range(4)])
+        for d, n in enumerate(sizes)
+    ]
+    scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+    score_mod, mask_mod = mods
+    if score_mod is not None:
+        scores = score_mod(scores, *places).to(dtype)
+    if mask_mod is not None:
+        scores = scores.masked_fill(~mask_mod(*places), -torch.inf)
+    return scores.softmax(3) @ v, scores.logsumexp(3)
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("Sq, group, D", [(1, 4, 128), (9, 1, 64), (60, 8, 64)])
+def test_few_queries_are_right(name: str, Sq: int, group: int, D: int) -> None:
+    torch.manual_seed(0)
+    q = new(2, 2 * group, Sq, D).bfloat16()
+    k, v = (new(2, 2, LONG + Sq, D).bfloat16() for _ in "kv")
+    score_mod, mask_mod = FEW[name]
+    of_heads = 2 * group if name == "lists" else None
+    mask = mask_mod and create_block_mask(mask_mod, None, of_heads, Sq, LONG + Sq, "cuda")
+    exact, peer = (by_definition(q, k, v, FEW[name], t) for t in (torch.float64, torch.bfloat16))
+    for _ in range(3):
+        results = flash4_torch.flex_attention(q, k, v, score_mod, mask, enable_gqa=group > 1, return_lse=True)
+        for found, truth, plain in zip(results, exact, peer, strict=True):
+            testing.assert_close_as_peer(found, truth, plain)
