@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+import flash4_torch
 from everything import EVERYTHING, one_of
+from flash4_torch.backends.compiled import SM90A, forward
 from flash4_torch.backends.flex import bits
+from flash4_torch.flex.block_mask import create_block_mask
 from flex_calls import (
     ARCHS,
     SCHEDULES,
@@ -26,6 +29,7 @@ from flex_calls import (
     with_intervals,
 )
 from flex_mods import H
+from flex_on_cpu import gpu
 
 PHASES = [Phase.explicit, Phase.generate] if EVERYTHING else [Phase.explicit]
 NUM_SMS = 32
@@ -103,3 +107,26 @@ def test_keys_are_split_and_heads_packed(arch: str, kind: str, by_bits: bool) ->
         assert "forward_kernel" in forward and "merge_kernel" in merge
 
     run()
+
+
+def test_repeated_calls_are_split_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third call is a prepared launch, of the same kernel with the same arguments."""
+    q, k, v = (
+        torch.randn(1, heads, S, 64).bfloat16() for heads, S in ((H, 3), (H // 2, KEYS), (H // 2, KEYS))
+    )
+    table, found = torch.randn(H, KEYS), []
+    mask = create_block_mask(lambda b, h, i, j: (i + j + h) % 3 != 0, None, H, 3, KEYS, "cpu")
+    split = forward.with_splits
+    monkeypatch.setattr(forward, "with_splits", lambda *args: found.append(split(*args)) or found[-1])
+    with gpu() as launches, torch.no_grad():
+        for score_mod in (lambda s, b, h, i, j: s + table[h, j], None):
+            launches.clear()
+            results = [
+                flash4_torch.flex_attention(q, k, v, score_mod, mask, enable_gqa=True, return_lse=True)
+                for _ in range(3)
+            ]
+            own = [launch for launch in launches if launch[0] == SM90A.forward]
+            assert len(own) == 3 and len(set(own)) == 1
+            for out, lse in results[1:]:
+                assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+    assert len(found) == 2 and all(kernel.splits.number > 1 for kernel in found)

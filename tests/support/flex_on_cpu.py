@@ -87,7 +87,10 @@ _SUMS = 3
 
 
 def _launch(launches: list[Launch], entry: str, static: tuple[Any, ...], args: tuple[Any, ...]) -> None:
-    written, args = _WRITTEN.get(entry, ()), _in_order(entry, args)
+    if entry == SM90A.forward and static[0].splits:
+        *args, parts = args
+        fill(parts, 0.0)
+    written, args = _WRITTEN.get(entry, ()), _in_order(entry, tuple(args))
     if entry == SM90A.backward and static[1].preprocesses:
         written = _STATS, *written
     number = digest((repr(static), *[x for i, x in enumerate(args) if i not in written]))

@@ -40,24 +40,48 @@ class TileSize(NamedTuple):
 
 
 def tables(blocks: Blocks, rows: int, columns: int, tile: TileSize) -> Tables:
-    """The tables for tiles of this size; the mask's own blocks may be any."""
+    """The tables for tiles of this size; the mask's own blocks may be any.
+
+    A captured launch makes them in each replay, where every operation is a launch.
+    """
+    find = _found_in_blocks if _lie_in_blocks(blocks, rows, columns, tile) else _counted
+    is_visible, is_partial = find(blocks, rows, columns, tile)
+    if tile.heads > 1 and blocks.state.shape[1] > 1:
+        is_visible, is_partial = (x.unflatten(1, (-1, tile.heads)).any(2) for x in (is_visible, is_partial))
+    rank = torch.nn.functional.pad(is_visible.cumsum(-1, dtype=torch.int32), (1, 0))
+    NB = rank.shape[-1] - 1
+    # What is not visible goes to one more column.
+    places = torch.where(is_visible, rank[..., :-1], NB).long()
+    entries = torch.arange(0, 2 * NB, 2, dtype=torch.int32, device=rank.device) + is_partial
+    listed = rank.new_zeros(*places.shape[:-1], NB + 1).scatter_(-1, places, entries)
+    return Tables(listed[..., :NB].contiguous(), rank, blocks.state, *blocks.size)
+
+
+def _lie_in_blocks(blocks: Blocks, rows: int, columns: int, tile: TileSize) -> bool:
+    """Whether each of a tile's blocks of keys lies in one of the mask's."""
+    pairs = zip(blocks.size, (rows, columns), tile[:2], strict=True)
+    return all(size % own == 0 or size >= length for size, length, own in pairs)
+
+
+def _found_in_blocks(blocks: Blocks, rows: int, columns: int, tile: TileSize) -> tuple[Tensor, Tensor]:
+    """Whether each tile's blocks are visible, and whether partial, by the mask's block around each."""
+    state = blocks.state
+    for dim, size, length, own in zip((-2, -1), blocks.size, (rows, columns), tile[:2], strict=True):
+        if own != size:
+            starts = torch.arange(0, length, own, device=state.device)
+            state = state.index_select(dim, starts // size)
+    return state != EMPTY, state != FULL
+
+
+def _counted(blocks: Blocks, rows: int, columns: int, tile: TileSize) -> tuple[Tensor, Tensor]:
+    """The same by counting the mask's blocks that each overlaps."""
     device = blocks.state.device
     down = _Spans.of(rows, tile.rows, blocks.size[0], device)
     across = _Spans.of(columns, tile.columns, blocks.size[1], device)
     shown = _count(blocks.state != EMPTY, down, across)
     full = _count(blocks.state == FULL, down, across)
-    if tile.heads > 1 and blocks.state.shape[1] > 1:
-        shown = shown.unflatten(1, (-1, tile.heads)).amax(2)
-        full = full.unflatten(1, (-1, tile.heads)).amin(2)
     area = (down.last - down.first)[:, None] * (across.last - across.first)
-    is_visible = shown > 0
-    rank = torch.nn.functional.pad(is_visible.cumsum(-1, dtype=torch.int32), (1, 0))
-    NB = rank.shape[-1] - 1
-    # What is not visible goes to one more column.
-    places = torch.where(is_visible, rank[..., :-1], NB).long()
-    entries = 2 * torch.arange(NB, dtype=torch.int32, device=device) + (full < area)
-    listed = rank.new_zeros(*places.shape[:-1], NB + 1).scatter_(-1, places, entries.to(torch.int32))
-    return Tables(listed[..., :NB].contiguous(), rank, blocks.state, *blocks.size)
+    return shown > 0, full < area
 
 
 class _Spans(NamedTuple):
