@@ -92,8 +92,8 @@ class Rows(NamedTuple):
     """(columns,) for each row, with block lists."""
     ramp: Ramp | None
     """What stands for score_mod if that is a ramp."""
-    are_there: Boolean | None
-    """Whether the sequence has any of the warp's rows; None where it is not looked at."""
+    are_there: tuple[Boolean, ...]
+    """For each row of a thread: whether any thread of the warp has one. Empty where nobody asks."""
 
 
 def example_args(plan: Any) -> ModArgs:
@@ -162,22 +162,24 @@ def rows_of(
             table[b, within(h, table.shape[1]), within(i // args.blocks.rows, table.shape[2]), None]
             for h, i in zip(heads, positions, strict=True)
         )
-    return Rows(own[0], own[1], states, ramp, _are_there(plan, positions[0], Sq))
+    return Rows(own[0], own[1], states, ramp, _are_there(plan, positions, Sq))
 
 
-def _are_there(plan: Any, first: Int32, Sq: Int32 | None) -> Boolean | None:
-    """Splits serve few rows, of which most warps of a tile have none: a table with a number for each score
-    would be read for all 64.
+def _are_there(plan: Any, positions: tuple[Int32, ...], Sq: Int32 | None) -> tuple[Boolean, ...]:
+    """Splits serve few rows, of which most warps of a tile have none, and others the first of each thread: a
+    table with a number for each score would be read for all 64.
     """
-    return None if Sq is None or not plan.features.splits else cute.arch.vote_any_sync(first < Sq)
+    if Sq is None or not plan.features.splits:
+        return ()
+    return tuple(cute.arch.vote_any_sync(position < Sq) for position in positions)
 
 
 def _where_rows_are(own: Rows, change: Callable[[], None]) -> None:
     """Change scores where the warp has rows."""
-    if own.are_there is None:
-        change()
+    if own.are_there:
+        if_generate(own.are_there[0], change)
     else:
-        if_generate(own.are_there, change)
+        change()
 
 
 def _ramp(
@@ -260,7 +262,18 @@ def modify(args: ModArgs, plan: Any, own: Rows, fragment: Fragment, end: Int32 |
         is_there = None if end is None else columns.first + columns.offsets[c] < end
         scores[r, c] = result if is_there is None else cutlass.select_(is_there, result, -Float32.inf)
 
-    _where_rows_are(own, lambda: programs.apply(*found, own.score, columns, lambda r, c: scores[r, c], put))
+    def apply(rows: programs.Tile) -> None:
+        programs.apply(*found, rows, columns, lambda r, c: scores[r, c], put)
+
+    def apply_there() -> None:
+        if len(own.are_there) > 1:
+            # Of a few rows most threads have the first one alone.
+            first = own.score._replace(rows=own.score.rows[:1])
+            if_generate(own.are_there[1], lambda: apply(own.score), lambda: apply(first))
+        else:
+            apply(own.score)
+
+    _where_rows_are(own, apply_there)
 
 
 def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) -> None:
@@ -295,8 +308,8 @@ def mask(args: ModArgs, plan: Any, own: Rows, first: Int32, fragment: Fragment) 
     if found is not None and blocks == "rows":
         # Nearly always, and then mask_mod alone decides, without a state beside each score.
         is_partial = functools.reduce(operator.and_, (x == PARTIAL for x in shared))
-        either = cute.arch.vote_all_sync(is_partial)
-        _where_rows_are(own, lambda: if_generate(either, lambda: apply(show), lambda: apply(put)))
+        one = cute.arch.vote_all_sync(is_partial)
+        _where_rows_are(own, lambda: if_generate(one, lambda: apply(show), lambda: apply(put)))
     elif found is not None:
         _where_rows_are(own, lambda: apply(put))
     elif blocks:
