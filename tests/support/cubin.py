@@ -53,7 +53,7 @@ class Code(NamedTuple):
     budgets: set[int]
     """Registers per thread that roles shrink to or ask for."""
     registers: int
-    """Registers per thread at launch."""
+    """Registers per thread at launch, of the kernel that has the most."""
     early_arrivals: int
     """Arrivals at barriers of shared memory while loads from it are in flight."""
 
@@ -98,13 +98,13 @@ def _code(cubin: bytes) -> Code:
     wgmmas = [high for low, high in instructions if low & 0x1FF == _WGMMA]
     found = Counter(low & 0x1FF for low, _ in instructions)
     return Code(
-        stack=_sum_of(_FRAME_SIZE, sections[".nv.info"]),
+        stack=sum(_numbers(_FRAME_SIZE, sections[".nv.info"])),
         spills=sum(low & 0xFFF in (_STORE_LOCAL, _LOAD_LOCAL) for low, _ in instructions),
         wgmmas=len(wgmmas),
         signalled=sum(high >> 20 & 7 != _UNSIGNALLED for high in wgmmas),
         kinds={name: found[low] for name, low in _KINDS.items()},
         budgets={low >> 32 & 0xFF for low, _ in instructions if low & 0x1FF == _SET_REGISTERS},
-        registers=_sum_of(_REGISTER_COUNT, sections[".nv.info"]),
+        registers=max(_numbers(_REGISTER_COUNT, sections[".nv.info"]), default=0),
         early_arrivals=sum(map(_early_arrivals, texts)),
     )
 
@@ -130,14 +130,13 @@ def _early_arrivals(text: bytes) -> int:
     return found
 
 
-def _sum_of(wanted: int, info: bytes) -> int:
-    """The sum of the numbers in entries of the wanted kind."""
-    at, total = 0, 0
+def _numbers(wanted: int, info: bytes) -> Iterator[int]:
+    """The numbers in entries of the wanted kind, one for each kernel."""
+    at = 0
     while at < len(info):
         form, kind, value = struct.unpack_from("<BBH", info, at)
         at += 4
         if form == _SIZED:
             if kind == wanted:
-                total += struct.unpack_from("<II", info, at)[1]
+                yield struct.unpack_from("<II", info, at)[1]
             at += value
-    return total

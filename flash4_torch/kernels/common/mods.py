@@ -93,7 +93,7 @@ class Rows(NamedTuple):
     ramp: Ramp | None
     """What stands for score_mod if that is a ramp."""
     are_there: tuple[Boolean, ...]
-    """For each row of a thread: whether any thread of the warp has one. Empty where nobody asks."""
+    """Whether any thread of the warp has a row there, for each of a thread's; empty where nobody asks."""
 
 
 def example_args(plan: Any) -> ModArgs:
