@@ -15,6 +15,7 @@ from ...configs.sections import Section, heads_that_fit
 from ...configs.sizes import Sizes
 from ...configs.splits import Split
 from ...configs.types import LARGE_SOFTCAP, Features, Mods
+from ...kernels.common.kvcache import NUMBERS_STEP
 from ...kernels.common.mask_tables import MaskPlan
 from ...problem import Inputs, Problem, Spec, has_float_mask
 from ..base import Results
@@ -30,8 +31,6 @@ _MOST_IN_SECTION = 32
 """Packs of heads in a section, before sections are made even."""
 _TILES_EACH = 4
 """Tiles in a section for each SM, at least."""
-_VECTOR = 8
-"""Numbers of float32 in 32 bytes, the widest load."""
 _NO_MODS = Mods()
 
 
@@ -46,7 +45,7 @@ class Splits(NamedTuple):
         """Memory for out, lse and, if it counts, lse_low of all of them, each at a multiple of 32 bytes."""
         out, lse = map(math.prod, shapes)
         numbers = out + lse * (1 + self.has_low)
-        return (self.number, -(-numbers // _VECTOR) * _VECTOR), torch.float32
+        return (self.number, -(-numbers // NUMBERS_STEP) * NUMBERS_STEP), torch.float32
 
 
 class Kernel(NamedTuple):

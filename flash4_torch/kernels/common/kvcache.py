@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FLOAT8 = "float8_e4m3fn"
+NUMBERS_STEP = 8
+"""Numbers of float32 that the widest load has, Blackwell's: results of a split begin at a multiple of it."""
 
 
 class RotaryPlan(NamedTuple):

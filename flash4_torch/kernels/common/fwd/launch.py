@@ -12,12 +12,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .. import attn_mask, dropout, host, mods
+from ..kvcache import NUMBERS_STEP
 from ..launch_params import LaunchParams, example_params
 from ..smem_layouts import chunk_of
 from .plan import ForwardPlan
 
-NUMBERS_STEP = 8
-"""Numbers of float32 that the widest load has, Blackwell's: results of a split begin at a multiple of it."""
 MOST_KEYS = 1 << 30
 """Keys of a sequence in pages, at most: sums of two positions fit in 32 bits."""
 
