@@ -34,6 +34,7 @@ DECODE = "flash4_torch.kernels.decode.launch:compile_decode"
 WEIGHTS = "flash4_torch.kernels.weights.launch:compile_weights"
 APPEND_KVCACHE = "flash4_torch.kernels.aux_kernels.append_kvcache:compile_append"
 MERGE_STATES = "flash4_torch.kernels.aux_kernels.merge_states:compile_merge"
+BLOCK_TABLES = "flash4_torch.kernels.aux_kernels.block_tables:compile_block_tables"
 MASK_BLOCKS = "flash4_torch.kernels.aux_kernels.mask_blocks:compile_mask_blocks"
 MASK_TRANSPOSE = "flash4_torch.kernels.aux_kernels.mask_transpose:compile_mask_transpose"
 

@@ -18,7 +18,6 @@ from ...flex.program import Derivative, parse_derivative
 from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved, new_out
 from ...kernels.common import lowering
 from ...problem import Inputs, Problem, Saved, Spec
-from ...reference.flex import EMPTY, FULL, Blocks
 from .. import tile_counters
 from ..base import Order, Results
 from ..compiled import TARGETS, Target, backward, forward, limits, prepared
@@ -34,8 +33,8 @@ from . import intervals, totals
 from .base import FlexBackwardLaunch, FlexLaunch
 from .bits import TablesOf
 from .intervals import Bounds, Reduced, Segments
-from .tables import Tables, TileSize, kept, tables
-from .tiled import blocks_of, mods_of, program_of
+from .tables import TileSize, kept, tables
+from .tiled import mods_of, program_of
 
 
 class Compiled(OnTargets):
@@ -506,7 +505,7 @@ def _forward_arguments(
         return lambda captured: made
     own = None if bounds is None else bounds.of_rows
     tile = TileSize(config.queries, config.keys, config.pack_gqa)
-    return _arguments(inputs, problem, tile, own, (), is_transposed=False)
+    return _arguments(inputs, problem, tile, own, (), find, is_transposed=False)
 
 
 def _backward_arguments(
@@ -524,7 +523,7 @@ def _backward_arguments(
     own = None if bounds is None else bounds.of_keys
     tile = TileSize(config.cluster_keys, config.queries)
     read = parse_derivative(mods.derivative).tensors if mods.derivative else ()
-    return _arguments(inputs, problem, tile, own, read, is_transposed=True)
+    return _arguments(inputs, problem, tile, own, read, find, is_transposed=True)
 
 
 def _arguments(
@@ -533,6 +532,7 @@ def _arguments(
     tile: TileSize,
     bounds: Tensor | None,
     read: Sequence[int],
+    find: Find,
     *,
     is_transposed: bool,
 ) -> Arguments:
@@ -549,8 +549,9 @@ def _arguments(
     if mods.kv_num_blocks is not None:
         lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
         lengths, size = problem.extent[1:3], (mods.q_block, mods.kv_block)
-        key = lengths, size, tile, is_transposed, pair[1] is None
-        of_blocks = kept(lists, key, lambda: _tables(inputs, problem, tile, is_transposed=is_transposed))
+        how = {"is_decided": pair[1] is None, "is_transposed": is_transposed}
+        key = lengths, size, tile, *how.values()
+        of_blocks = kept(lists, key, lambda: tables(lists, size, lengths, tile, find, **how))
     if not found and of_blocks is None and bounds is None:
         return lambda captured, sums=(): None
 
@@ -568,16 +569,6 @@ def _is_prepared(inputs: FlexInputs, problem: FlexProblem) -> bool:
     if is_empty(_plain_inputs(inputs), plain_problem(problem)) or not all(map(is_readable, inputs[:3])):
         return False
     return mods.sinks is None and mods.rng_state is None and mods.cu_seqlens_q is None
-
-
-def _tables(inputs: FlexInputs, problem: FlexProblem, tile: TileSize, *, is_transposed: bool) -> Tables:
-    blocks, lengths = blocks_of(inputs), (problem.extent.Sq, problem.extent.Sk)
-    assert blocks is not None
-    if not problem.spec.mask_mod:
-        blocks = Blocks(torch.where(blocks.state == EMPTY, EMPTY, FULL).to(torch.uint8), blocks.size)
-    if is_transposed:
-        blocks, lengths = Blocks(blocks.state.transpose(2, 3), blocks.size[::-1]), lengths[::-1]
-    return tables(blocks, *lengths, tile)
 
 
 def _sums(captured: Captured, wanted: Sequence[bool], *, exact: bool) -> list[Tensor | None]:

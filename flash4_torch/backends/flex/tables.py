@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...reference.flex import EMPTY, FULL, Blocks
+from ...reference.flex import FULL, PARTIAL
 from .. import tile_counters
+from ..compiled.targets import BLOCK_TABLES, Find
 
 T = TypeVar("T")
+
+Lists = tuple[Tensor | None, ...]
+"""The lists of a block mask."""
 
 _MOST_BLOCKS = 1 << 22
 """Blocks of a mask up to which its tables are kept: 13 bytes each."""
@@ -39,74 +43,49 @@ class TileSize(NamedTuple):
     """Heads side by side, which divide those of the mask."""
 
 
-def tables(blocks: Blocks, rows: int, columns: int, tile: TileSize) -> Tables:
-    """The tables for tiles of this size; the mask's own blocks may be any.
+def tables(
+    lists: Lists,
+    block: Sequence[int],
+    lengths: Sequence[int],
+    tile: TileSize,
+    find: Find,
+    *,
+    is_decided: bool,
+    is_transposed: bool,
+) -> Tables:
+    """The tables of a block mask's lists for tiles of this size; the mask's own blocks may be any.
 
-    A captured launch makes them in each replay, where every operation is a launch.
+    block, lengths: queries and keys of a block, and of the call. is_decided: whether a listed block is seen
+    whole, as without mask_mod. is_transposed: whether the tile's rows are keys. A captured launch makes the
+    tables in each replay.
     """
-    find = _found_in_blocks if _lie_in_blocks(blocks, rows, columns, tile) else _counted
-    is_visible, is_partial = find(blocks, rows, columns, tile)
-    if tile.heads > 1 and blocks.state.shape[1] > 1:
-        is_visible, is_partial = (x.unflatten(1, (-1, tile.heads)).any(2) for x in (is_visible, is_partial))
-    rank = torch.nn.functional.pad(is_visible.cumsum(-1, dtype=torch.int32), (1, 0))
-    NB = rank.shape[-1] - 1
-    # What is not visible goes to one more column.
-    places = torch.where(is_visible, rank[..., :-1], NB).long()
-    entries = torch.arange(0, 2 * NB, 2, dtype=torch.int32, device=rank.device) + is_partial
-    listed = rank.new_zeros(*places.shape[:-1], NB + 1).scatter_(-1, places, entries)
-    return Tables(listed[..., :NB].contiguous(), rank, blocks.state, *blocks.size)
+    listed, full = _pair(lists[:2]), _pair(lists[2:])
+    assert listed is not None
+    outer = [max(x.shape[dim] for x in (*listed, *(full or ()))) for dim in (0, 1)]
+    by_lists = listed[0].new_empty(*outer, *map(_ceil, lengths, block), dtype=torch.uint8)
+    states = by_lists
+    if is_transposed:
+        states, block, lengths = by_lists.transpose(2, 3), block[::-1], lengths[::-1]
+    heads = min(tile.heads, outer[1])
+    shape = outer[0], outer[1] // heads, *map(_ceil, lengths, tile[:2])
+    visible = listed[0].new_empty(shape)
+    rank = listed[0].new_empty(*shape[:3], shape[3] + 1)
+    make = find(BLOCK_TABLES, (full is not None,))
+    state = FULL if is_decided else PARTIAL
+    make(listed, full, state, by_lists, states, visible, rank, (*lengths, *block, *tile[:2], heads))
+    return Tables(visible, rank, states, *block)
 
 
-def _lie_in_blocks(blocks: Blocks, rows: int, columns: int, tile: TileSize) -> bool:
-    """Whether each of a tile's blocks of keys lies in one of the mask's."""
-    pairs = zip(blocks.size, (rows, columns), tile[:2], strict=True)
-    return all(size % own == 0 or size >= length for size, length, own in pairs)
+def _pair(lists: Lists) -> tuple[Tensor, Tensor] | None:
+    """The numbers and the columns of listed blocks, in the type that kernels read; None if there are none."""
+    counts, columns = lists
+    if counts is None or columns is None:
+        return None
+    return counts.to(torch.int32), columns.to(torch.int32)
 
 
-def _found_in_blocks(blocks: Blocks, rows: int, columns: int, tile: TileSize) -> tuple[Tensor, Tensor]:
-    """Whether each tile's blocks are visible, and whether partial, by the mask's block around each."""
-    state = blocks.state
-    for dim, size, length, own in zip((-2, -1), blocks.size, (rows, columns), tile[:2], strict=True):
-        if own != size:
-            starts = torch.arange(0, length, own, device=state.device)
-            state = state.index_select(dim, starts // size)
-    return state != EMPTY, state != FULL
-
-
-def _counted(blocks: Blocks, rows: int, columns: int, tile: TileSize) -> tuple[Tensor, Tensor]:
-    """The same by counting the mask's blocks that each overlaps."""
-    device = blocks.state.device
-    down = _Spans.of(rows, tile.rows, blocks.size[0], device)
-    across = _Spans.of(columns, tile.columns, blocks.size[1], device)
-    shown = _count(blocks.state != EMPTY, down, across)
-    full = _count(blocks.state == FULL, down, across)
-    area = (down.last - down.first)[:, None] * (across.last - across.first)
-    return shown > 0, full < area
-
-
-class _Spans(NamedTuple):
-    """The mask's blocks that each tile overlaps, `first <= n < last`, made on the device: nothing waits."""
-
-    first: Tensor
-    last: Tensor
-
-    @classmethod
-    def of(cls, size: int, tile: int, block: int, device: torch.device) -> _Spans:
-        starts = torch.arange(0, size, tile, device=device)
-        return cls(starts // block, ((starts + tile).clamp(max=size) - 1) // block + 1)
-
-
-def _count(of: Tensor, rows: _Spans, columns: _Spans) -> Tensor:
-    """The number of True blocks that each tile overlaps, int32."""
-    for dim, spans in ((-2, rows), (-1, columns)):
-        sums = of.cumsum(dim, dtype=torch.int32)
-        before = torch.cat([torch.zeros_like(sums.narrow(dim, 0, 1)), sums], dim)
-        of = before.index_select(dim, spans.last) - before.index_select(dim, spans.first)
-    return of
-
-
-Lists = tuple[Tensor | None, ...]
-"""The lists of a block mask."""
+def _ceil(length: int, size: int) -> int:
+    return -(-length // size)
 
 
 Versions = tuple["tuple[weakref.ref[Tensor], int] | None", ...]
