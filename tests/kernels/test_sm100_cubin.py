@@ -11,7 +11,8 @@ from everything import EVERYTHING, one_of
 from flash4_torch.compile import Key
 from flash4_torch.configs import sm100, sm100_splits, sm103
 from flash4_torch.configs.sizes import Sizes
-from flash4_torch.configs.types import SHARED_MEMORY, Features, Sm100Forward
+from flash4_torch.configs.types import SHARED_MEMORY, Features, Mods, Sm100Forward
+from flex_mods import of_kernels
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from flash4_torch.kernels.sm100.fwd.plan import Plan
@@ -68,9 +69,22 @@ def kernels() -> list[Kernel]:
     return whole + one_of(2, split)
 
 
+def of_programs() -> list[Kernel]:
+    """Programs and states of single keys: a row of scores and what is loaded for each of them did not fit in
+    registers.
+    """
+    of_table, *others = of_kernels(gradients=False)
+    found = []
+    for mods in (of_table._replace(blocks="scores"), of_table, Mods(blocks="scores"), *others):
+        for D, uses in ((128, {}), (64, CAUSAL), (256, WINDOW)):
+            features = Features("bfloat16", D, D, mods=mods, scaled=mods.makes_large_scores)._replace(**uses)
+            found.append((features, sm100.forward(features, Sizes(4095, 4095))))
+    return one_of(len(found), found)
+
+
 def keys() -> list[Key]:
     ultra = Key(ENTRY, (ULTRA, sm103.forward(ULTRA, Sizes(4096, 4096))), "sm_103a")
-    return [*(Key(ENTRY, kernel, "sm_100a") for kernel in kernels()), ultra]
+    return [*(Key(ENTRY, kernel, "sm_100a") for kernel in (*kernels(), *of_programs())), ultra]
 
 
 @pytest.fixture(scope="module")

@@ -167,8 +167,11 @@ def check_results(call: Call, out: Tensor, lse: Tensor) -> None:
     """A forward's results are right."""
     exact, exact_lse = _plain(call, call.v.float())
     # Each weight and each result is rounded to 16 bits, by half a unit each; a weight's own error is 1e-4.
+    # Units do not get smaller than those of the smallest normal number.
     sizes, _ = _plain(call, call.v.float().abs())
-    error, bound = (out.float() - exact).abs(), (torch.finfo(out.dtype).eps + 2e-4) * sizes + 1e-30
+    info = torch.finfo(out.dtype)
+    bound = (info.eps + 2e-4) * sizes + (info.eps * info.smallest_normal / 2 + 1e-30)
+    error = (out.float() - exact).abs()
     assert bool((error <= bound).all()), f"out: {(error / bound).max():.2f} of what it may be"
     nothing = exact_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, nothing)

@@ -244,6 +244,13 @@ class Plan(ForwardPlan):
         f = self.features
         return self.band.masks and not (f.mask or f.dropout or f.mods.changes_scores)
 
+    def changes_in_pieces(self, masked: bool) -> bool:
+        """Whether scores of a block are changed in TMEM: by a float mask, or by programs that are no ramp."""
+        f, mods = self.features, self.features.mods
+        hides = mods.mask_mod or mods.blocks == "scores"
+        may_hide = bool(hides) and (masked or not mods.blocks)
+        return (masked and f.float_mask) or may_hide or bool(mods.score_mod and not mods.ramp)
+
     @property
     def softmax(self) -> Method:
         exponent = Exponent(self.config.polynomial, 32)

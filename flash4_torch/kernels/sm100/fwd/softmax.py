@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32
 from ...common import attn_mask, dropout, mods, ring, rounding, scores
 from ...common import band as bands
 from ...common import softmax as online
-from ...common.fragment import row_fragment
+from ...common.fragment import Fragment, row_fragment
 from ...common.fwd import running, tiles
 from ...common.fwd.stores import store_lse
 from ...common.fwd.tiles import Tile
@@ -134,11 +134,11 @@ def _block(
     keep_bits = _keep_bits(ctx, work, n)
     ring.wait_full(ctx.s_p, s_at)
     tmem.fence_after()
-    biased = masked and plan.features.float_mask
-    if cutlass.const_expr(biased):
-        _add_mask(ctx, t, work, n)
+    in_pieces = plan.changes_in_pieces(masked)
+    if cutlass.const_expr(in_pieces):
+        _change_in_pieces(ctx, t, work, n, masked)
     S = _load_scores(ctx, t)
-    if cutlass.const_expr(not biased):
+    if cutlass.const_expr(not in_pieces):
         scores.scale_and_cap(S, ctx.params, plan.features)
     bases = ()
     if cutlass.const_expr(any(plan.features.mods)):
@@ -184,17 +184,24 @@ def _load_scores(ctx: Context, t: SoftmaxThread) -> cute.Tensor:
 
 
 @cute.jit
-def _add_mask(ctx: Context, t: SoftmaxThread, work: TileState, n: Int32) -> None:
-    """Scale scores and add a float mask in TMEM: registers do not hold a row of both (ptxas.md, P21)."""
+def _change_in_pieces(
+    ctx: Context, t: SoftmaxThread, work: TileState, n: Int32, masked: cutlass.Constexpr
+) -> None:
+    """Scale scores, and add a float mask or apply programs, in TMEM: registers do not hold a row of scores
+    next to what is loaded and computed for each of them (ptxas.md, P21).
+    """
     plan = ctx.plan
     for piece in cutlass.range(plan.keys // PIECE, unroll=1):
         begin, S = piece * PIECE, cute.make_rmem_tensor(PIECE, Float32)
         tmem.load(t.lanes + begin, S)
         tmem.wait_loads()
         scores.scale_and_cap(S, ctx.params, plan.features)
-        values = cute.make_tensor(S.iterator, cute.make_layout((1, PIECE)))
-        fragment = row_fragment(values, work.position, n * plan.keys + begin)
-        attn_mask.apply(ctx.mask, work.mask, (), n, fragment)
+        fragment = _of_row(ctx, work, S, n, begin)
+        if cutlass.const_expr(plan.features.float_mask):
+            attn_mask.apply(ctx.mask, work.mask, (), n, fragment)
+        else:
+            mods.modify(ctx.mods, plan, work.mods, fragment)
+            _hide(ctx, work, fragment, n, masked)
         tmem.store(t.lanes + begin, S)
     tmem.wait_stores()
 
@@ -208,27 +215,35 @@ def _partial_block(ctx: Context, t: SoftmaxThread, work: TileState, n: Int32) ->
     return partials.partial_block(work.band, plan.band, first, last, n * plan.keys)
 
 
+def _of_row(ctx: Context, work: TileState, S: cute.Tensor, n: Int32, begin: Int32 | int = 0) -> Fragment:
+    """Scores of the thread's row, from column `begin` of block n on."""
+    values = cute.make_tensor(S.iterator, cute.make_layout((1, cute.size(S))))
+    return row_fragment(values, work.position, n * ctx.plan.keys + begin)
+
+
 @cute.jit
 def _modify(ctx: Context, work: TileState, S: cute.Tensor, n: Int32, masked: cutlass.Constexpr) -> tuple:
-    """Apply score_mod, and mask_mod where it may mask something of block n; returns what a ramp leaves to the
-    softmax.
-    """
-    plan = ctx.plan
-    values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
-    fragment = row_fragment(values, work.position, n * plan.keys)
-    mods.modify(ctx.mods, plan, work.mods, fragment)
+    """Apply programs to block n unless pieces had it done; returns what a ramp leaves to the softmax."""
+    plan, fragment, in_pieces = ctx.plan, _of_row(ctx, work, S, n), ctx.plan.changes_in_pieces(masked)
+    if cutlass.const_expr(not in_pieces):
+        mods.modify(ctx.mods, plan, work.mods, fragment)
     bases = mods.climb(work.mods, scores.softmax_scale(ctx.params, plan.features), fragment)
-    if cutlass.const_expr(masked or not plan.features.mods.blocks):
-        mods.mask(ctx.mods, plan, work.mods, n * plan.keys, fragment)
+    if cutlass.const_expr(not in_pieces):
+        _hide(ctx, work, fragment, n, masked)
     return bases
+
+
+def _hide(ctx: Context, work: TileState, fragment: Fragment, n: Int32, masked: bool) -> None:
+    """Apply mask_mod and a block mask where they may hide something of block n."""
+    plan = ctx.plan
+    if masked or not plan.features.mods.blocks:
+        mods.mask(ctx.mods, plan, work.mods, n * plan.keys, fragment)
 
 
 @cute.jit
 def _mask(ctx: Context, work: TileState, S: cute.Tensor, n: Int32, words) -> None:
     """Apply a bool mask and the band."""
-    plan = ctx.plan
-    values = cute.make_tensor(S.iterator, cute.make_layout((1, plan.keys)))
-    fragment = row_fragment(values, work.position, n * plan.keys)
+    plan, fragment = ctx.plan, _of_row(ctx, work, S, n)
     if cutlass.const_expr(plan.features.mask == "bool"):
         attn_mask.apply(ctx.mask, work.mask, words, n, fragment)
     if cutlass.const_expr(plan.band.masks):
