@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+from everything import examples
 from flash4_torch.testing.emulate import Options, device
 from kernels import ARCHS, Case, all_cases
 
@@ -14,7 +15,7 @@ OPTIONS = (
     Options(),
     Options(compact=False),
     Options(schedule="late"),
-    *(Options(schedule="fuzz", seed=seed) for seed in range(3)),
+    *(Options(schedule="fuzz", seed=seed) for seed in range(examples(1, 3))),
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 import flash4_torch
-from everything import EVERYTHING, one_of
+from everything import EVERYTHING, examples, one_of
 from flash4_torch.backends.compiled import SM90A, forward
 from flash4_torch.backends.flex import bits
 from flash4_torch.flex.block_mask import create_block_mask
@@ -74,7 +74,7 @@ CALLS = {made.__name__: made for made in (bias, ramp, lists, intervals)}
 @pytest.mark.parametrize(
     "arch, kind, by_bits",
     one_of(
-        3,
+        5,
         [
             ("sm_90a", "lists", False),
             ("sm_80", "intervals", False),
@@ -91,7 +91,7 @@ CALLS = {made.__name__: made for made in (bias, ramp, lists, intervals)}
     ),
 )
 def test_keys_are_split_and_heads_packed(arch: str, kind: str, by_bits: bool) -> None:
-    @settings(max_examples=8, phases=PHASES)
+    @settings(max_examples=examples(2, 8), phases=PHASES)
     @given(st.integers(0, 1 << 20), st.integers(1, 6), st.sampled_from(SCHEDULES))
     @example(3, 5, SCHEDULES[1])
     @example(10, 1, SCHEDULES[0])

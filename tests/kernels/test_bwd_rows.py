@@ -61,8 +61,8 @@ def test_packed_sequences_have_room() -> None:
 @pytest.mark.parametrize(
     ("D", "Dv", "queries", "varlen"),
     [
-        *one_of(7, [(*heads, *rest) for heads, *rest in product(HEADS, (64, 128), (False, True))]),
-        *one_of(7, [(*heads, *rest) for heads, *rest in product(WIDE, (32, 64), (False, True))]),
+        *one_of(13, [(*heads, *rest) for heads, *rest in product(HEADS, (64, 128), (False, True))]),
+        *one_of(13, [(*heads, *rest) for heads, *rest in product(WIDE, (32, 64), (False, True))]),
     ],
 )
 @given(data=st.data())
@@ -137,7 +137,7 @@ def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
     ("D", "Dv", "queries", "order", "varlen"),
     [
         *one_of(
-            13,
+            23,
             [
                 (*heads, *rest)
                 for heads, *rest in product(
@@ -146,7 +146,7 @@ def test_both_descriptions_of_blocks_agree(of_sums: DqBlocks | DqLanes) -> None:
             ],
         ),
         *one_of(
-            7, [(*heads, *rest) for heads, *rest in product(WIDE, (32, 64), ("registers",), (False, True))]
+            11, [(*heads, *rest) for heads, *rest in product(WIDE, (32, 64), ("registers",), (False, True))]
         ),
     ],
 )

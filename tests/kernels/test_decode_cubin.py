@@ -106,9 +106,9 @@ GROUPS_OF_MERGES = GROUPS_OF_SPLITS + 2
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, cubin.Code]:
     chosen = [
         *one_of(len(KEYS), KEYS[::-1]),
-        *one_of(131, KEYS_WGMMA),
-        *one_of(53, KEYS_IN_GROUPS),
-        *one_of(80, KEYS_WITH_MORE),
+        *one_of(263, KEYS_WGMMA),
+        *one_of(131, KEYS_IN_GROUPS),
+        *one_of(160, KEYS_WITH_MORE),
         *one_of(1101, KEYS_FEW),
         *one_of(1001, KEYS_SM80),
     ]

@@ -603,7 +603,7 @@ def test_groups_in_registers_follow_one_another(rows: int) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=examples(2, 20))
+@settings(max_examples=examples(1, 20))
 def test_a_row_has_the_same_bits_by_wgmma(data: st.DataObject) -> None:
     """Launches that multiply by wgmma have them with one another."""
     kernel = Kernel(INVARIANT["window, softcap, sinks"], 64, FORM._replace(groups=True, wgmma=True))

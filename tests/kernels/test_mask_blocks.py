@@ -145,7 +145,7 @@ def shown_by(bits, plan, Sk):
 TILES = [plan for plan in PLANS if plan.rows * plan.heads == TILE_ROWS]
 
 
-@pytest.mark.parametrize(("plan", "by_pairs"), one_of(3, [*itertools.product(TILES, (True, False))]), ids=str)
+@pytest.mark.parametrize(("plan", "by_pairs"), one_of(7, [*itertools.product(TILES, (True, False))]), ids=str)
 @settings(max_examples=examples(3, 8), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_tile_of_scores(by_pairs, plan, data):

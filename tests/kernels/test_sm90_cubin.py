@@ -74,7 +74,7 @@ def tightest() -> list[Kernel]:
         if kernel[1].ragged_k:
             by_config.setdefault(kernel[1], []).append(kernel)
     found = [min(group, key=room) for group in by_config.values()]
-    return list(few({str(kernel): kernel for kernel in found}).values())
+    return one_of(2, list(few({str(kernel): kernel for kernel in found}).values()))
 
 
 def covering() -> list[Kernel]:
@@ -84,11 +84,11 @@ def covering() -> list[Kernel]:
     by_features: dict[Features, list[Kernel]] = {}
     for kernel in reachable():
         by_features.setdefault(kernel[0], []).append(kernel)
-    step = 3 if EVERYTHING else 131
+    step = 3 if EVERYTHING else 400
     in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % step == 0]
     packed = (Features("float16", 128, 128, varlen=True), Features("bfloat16", 64, 64, right=True))
     most = [(features, sm90.reachable(features)[-1]) for features in packed]
-    named = [*one_of(2, most), *one_of(4, common()), *one_of(3, split()), *ramped(), *listed(), ODD]
+    named = [*one_of(2, most), *one_of(4, common()), *one_of(9, split()), *ramped(), *listed(), ODD]
     return list(dict.fromkeys([*tightest(), *in_turn, *named]))
 
 

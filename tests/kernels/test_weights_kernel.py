@@ -140,7 +140,7 @@ def replace_dropout(scoring: Scoring) -> Scoring:
 
 @pytest.mark.parametrize(
     ("name", "arch", "average"),
-    [*one_of(13, STATICS), *one_of(45, STATICS_SM80), *one_of(37, STATICS_FLOAT32)],
+    [*one_of(29, STATICS), *one_of(91, STATICS_SM80), *one_of(61, STATICS_FLOAT32)],
 )
 @given(data=st.data())
 @settings(max_examples=examples(2, 12))

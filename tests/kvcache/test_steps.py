@@ -104,7 +104,7 @@ SIZES = st.tuples(up_to(512), up_to(8192), up_to(131072))
     most_keys=131072,
     sizes=[(512, 1, 131072), (1, 1, 64)],  # the same token in a tile of 128 rows, and of 64
 )
-@settings(max_examples=examples(25, 400))
+@settings(max_examples=examples(10, 400))
 def test_no_step_needs_another_kernel(
     target: Target, layer: Layer, most_tokens: int, most_keys: int, sizes: list[tuple[int, int, int]]
 ) -> None:
