@@ -66,7 +66,7 @@ def compiled(arch: str, entry: str, static: tuple[object, ...]) -> Any:
 def made(
     arch: str, lists: Any, mask: Mask, tile: TileSize, schedule: str = "eager", seed: int = 0, **how: bool
 ) -> Tables:
-    """The tables, in memory that had something else."""
+    """Makes the tables, in memory that had something else."""
 
     def find(entry: str, static: tuple[object, ...]) -> Callable[..., None]:
         def launch(*args: Any) -> None:
@@ -175,7 +175,7 @@ def test_blocks_of_both_lists_are_full_whichever_warp_is_first(seed: int) -> Non
 
 @pytest.mark.parametrize("has_heads", [(True, False), (False, True)])
 def test_lists_of_full_blocks_may_be_those_of_all_heads(has_heads: tuple[bool, bool]) -> None:
-    """As partial ones may; the other ones differ by head."""
+    """Partial ones may be so, too; the other ones differ by head."""
     torch.manual_seed(0)
     partial, full = (torch.rand(1, 2 if own else 1, 3, 5) < 0.4 for own in has_heads)
     lists = tuple(x for own in (partial, full) for x in lists_of(own.long(), 1, (0, 0), torch.int32))
