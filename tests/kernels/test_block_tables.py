@@ -17,6 +17,7 @@ from everything import examples, one_of
 from flash4_torch.backends.flex import tables
 from flash4_torch.backends.flex.tables import Tables, TileSize
 from flash4_torch.compile import jit
+from flash4_torch.errors import ShapeError
 from flash4_torch.reference.flex import EMPTY, FULL, PARTIAL
 from flash4_torch.testing import emulate
 
@@ -184,6 +185,13 @@ def test_lists_of_full_blocks_may_be_those_of_all_heads(has_heads: tuple[bool, b
     found = made("sm_90a", lists, mask, TileSize(64, 64), **how)
     wanted = torch.where(full, FULL, torch.where(partial, PARTIAL, EMPTY))
     assert torch.equal(found.states.long(), wanted)
+
+
+def test_lists_that_end_before_the_queries_do_are_refused() -> None:
+    lists = lists_of(torch.ones(1, 1, 2, 3, dtype=torch.long), PARTIAL, (0, 0), torch.int32)
+    how = {"is_decided": False, "is_transposed": False}
+    with pytest.raises(ShapeError, match="block_mask is lists of 2 rows of 64 queries, but they must have 3"):
+        tables.tables((*lists, None, None), (64, 64), (129, 192), TileSize(64, 64), pytest.fail, **how)
 
 
 def test_more_tiles_than_threads() -> None:

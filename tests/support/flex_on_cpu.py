@@ -20,6 +20,7 @@ from torch import Tensor
 from driver_stand_in import driver
 from flash4_torch import compile, fast_path
 from flash4_torch.backends.compiled import POSTPROCESS, PREPROCESS, SM90A, prepared
+from flash4_torch.backends.compiled.targets import BLOCK_TABLES
 from flash4_torch.backends.flex import compiled, dispatch
 from flash4_torch.backends.flex.compiled import Compiled, Emulated, why_not_kernels
 from flash4_torch.backends.flex.tiled import Tiled
@@ -77,7 +78,13 @@ def forget() -> None:
     compiled._backward_kernels.cache_clear()
 
 
-_WRITTEN = {PREPROCESS: (5, 6, 7), POSTPROCESS: (1,), SM90A.forward: (3, 4, 5), SM90A.backward: (5, 6, 7, 8)}
+_WRITTEN = {
+    BLOCK_TABLES: (3, 4, 5, 6),
+    PREPROCESS: (5, 6, 7),
+    POSTPROCESS: (1,),
+    SM90A.forward: (3, 4, 5),
+    SM90A.backward: (5, 6, 7, 8),
+}
 """Places of the arguments that a kernel writes. The backward's adds to sums of captured gradients, too."""
 _STATS, _OUT = 4, 9
 """Places of what a backward that `preprocesses` writes and takes besides."""
@@ -94,7 +101,8 @@ def _launch(launches: list[Launch], entry: str, static: tuple[Any, ...], args: t
     if entry == SM90A.backward and static[1].preprocesses:
         written = _STATS, *written
     number = digest((repr(static), *[x for i, x in enumerate(args) if i not in written]))
-    launches.append((entry, number))
+    if entry != BLOCK_TABLES:  # They are made once for a mask.
+        launches.append((entry, number))
     for i in written:
         if args[i] is not None:
             fill(args[i], number + i)
@@ -129,7 +137,8 @@ def _ramp(n: int) -> Tensor:
 
 
 def fill(x: Tensor, number: float) -> None:
-    x.copy_(_ramp(x.numel()).view(x.shape) + math.cos(number))
+    values = _ramp(x.numel()).view(x.shape) + math.cos(number)
+    x.copy_(values if x.is_floating_point() else (values * 1e6).long() % 100)
 
 
 def digest(x: Any) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...errors import ShapeError
 from ...reference.flex import FULL, PARTIAL
 from .. import tile_counters
 from ..compiled.targets import BLOCK_TABLES, Find
@@ -57,11 +58,16 @@ def tables(
 
     block, lengths: queries and keys of a block, and of the call. is_decided: whether a listed block is seen
     whole, as without mask_mod. is_transposed: whether the tile's rows are keys. A captured launch makes the
-    tables in each replay.
+    tables in each replay. Raises ShapeError if there are not lists for all queries.
     """
     listed, full = _pair(lists[:2]), _pair(lists[2:])
     assert listed is not None
-    outer = [max(x.shape[dim] for x in (*listed, *(full or ()))) for dim in (0, 1)]
+    every = (*listed, *(full or ()))
+    rows, given = _ceil(lengths[0], block[0]), min(x.shape[2] for x in every)
+    if given < rows:
+        limit = f"they must have {rows} for {lengths[0]} queries"
+        raise ShapeError("block_mask", f"lists of {given} rows of {block[0]} queries", limit)
+    outer = [max(x.shape[dim] for x in every) for dim in (0, 1)]
     by_lists = listed[0].new_empty(*outer, *map(_ceil, lengths, block), dtype=torch.uint8)
     states = by_lists
     if is_transposed:
