@@ -47,7 +47,8 @@ def call() -> Tensor:
 
 def test_plain_torch_serves_and_the_others_say_why_not() -> None:
     reasons = backends.reasons(problem())
-    assert list(reasons) == [*KERNELS, "tiled"] and reasons["tiled"] == []
+    assert list(reasons) == [*KERNELS, "cpu", "tiled"] and reasons["tiled"] == []
+    assert "it has no score_mod" in backends.reasons(problem(lambda s, b, h, i, j: s * 2))["cpu"]
     assert all("the tensors are on cpu, and it serves cuda" in reasons[name] for name in KERNELS[:3])
     assert any("FLASH4_BACKEND=emulator asks for it" in sentence for sentence in reasons["emulator"])
 

@@ -231,7 +231,7 @@ def test_support_answers_for_functions() -> None:
     bias = torch.randn(H, requires_grad=True)
     functions: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: s + bias[h], "mask_mod": unequal}
     why_not = flash4_torch.support(q, k, v, causal=True, softcap=2.0, **functions)
-    assert why_not["tiled"] == [] and list(why_not) == ["sm90", "sm100", "sm80", "emulator", "tiled"]
+    assert why_not["tiled"] == [] and list(why_not) == ["sm90", "sm100", "sm80", "emulator", "cpu", "tiled"]
     with backends_used() as used:
         flash4_torch.attention(q, k, v, causal=True, softcap=2.0, **functions).sum().backward()
     assert used == {("flex_attention", "tiled"): 1, ("flex_attention_backward", "tiled"): 1}

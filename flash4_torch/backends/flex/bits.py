@@ -7,7 +7,8 @@ and an eighth, whatever the function is. One kernel serves all masks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ _MOST = 1 << 30
 _AT_ONCE = 1 << 27
 """Scores of which a byte each is held meanwhile."""
 
-Made = dict[tuple[MaskPlan, bool], MaskArgs]
-"""A mask's tables, by the kernel's tiles, and whether rows are keys."""
+Made = dict[Hashable, Any]
+"""What was made of a mask: tables, by the kernel's tiles and whether rows are keys; or the whole mask."""
 TablesOf = Callable[[MaskPlan, Find, bool], MaskArgs]
 """Function that gives a call's tables, made once for each kernel; True: rows are keys."""
 
@@ -46,7 +47,8 @@ def tables_of(inputs: FlexInputs, problem: FlexProblem, made: Made) -> TablesOf:
         key = plan, is_transposed
         if key not in made:
             made[key] = apart(inputs.q.device, lambda: _tables(inputs, problem, plan, find, is_transposed))
-        return made[key]
+        tables: MaskArgs = made[key]
+        return tables
 
     return found
 

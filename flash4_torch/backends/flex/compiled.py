@@ -53,7 +53,7 @@ class Compiled(OnTargets):
         q, sinks = inputs.q, mods.sinks
         *batch, Sq, Hq, _ = q.shape
         lse = q.new_empty(*batch, Hq, Sq, dtype=torch.float32)
-        if is_empty(_plain_inputs(inputs), plain_problem(problem)):
+        if is_empty(plain_inputs(inputs), plain_problem(problem)):
             lse = lse.fill_(-math.inf) if sinks is None else lse.copy_(sinks[:, None].expand(lse.shape))
             return new_out(q, spec.Dv).zero_(), lse, torch.zeros_like(lse)
         given, problem, bounds = _by_segments(inputs, problem, bounds)
@@ -275,7 +275,7 @@ def _by_segments(
 
     A score_mod has positions of the batch entry, and kernels those of the segment.
     """
-    given = _plain_inputs(inputs)
+    given = plain_inputs(inputs)
     segments = None if bounds is None or problem.spec.score_mod else bounds.segments
     if segments is None:
         return given, problem, bounds
@@ -318,7 +318,7 @@ def plain_problem(problem: FlexProblem) -> Problem:
     return Problem(spec, problem.extent, problem.scale, problem.band, problem.softcap, problem.dropout_p)
 
 
-def _plain_inputs(inputs: FlexInputs) -> Inputs:
+def plain_inputs(inputs: FlexInputs) -> Inputs:
     """The tensors of a call without its programs and blocks."""
     mods = inputs.mods
     beside = None, mods.sinks, mods.rng_state, mods.cu_seqlens_q, mods.cu_seqlens_k
@@ -566,7 +566,7 @@ def _arguments(
 def _is_prepared(inputs: FlexInputs, problem: FlexProblem) -> bool:
     """Whether launches can be prepared: kernels read the call's tensors where they are."""
     mods = inputs.mods
-    if is_empty(_plain_inputs(inputs), plain_problem(problem)) or not all(map(is_readable, inputs[:3])):
+    if is_empty(plain_inputs(inputs), plain_problem(problem)) or not all(map(is_readable, inputs[:3])):
         return False
     return mods.sinks is None and mods.rng_state is None and mods.cu_seqlens_q is None
 

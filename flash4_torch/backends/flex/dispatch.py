@@ -8,6 +8,7 @@ from ..compiled import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A
 from ..dispatch import observers
 from .base import FlexBackend
 from .compiled import Compiled, Emulated
+from .cpu import Cpu
 from .tiled import Tiled
 
 PRIORITY: tuple[FlexBackend, ...] = (
@@ -15,6 +16,7 @@ PRIORITY: tuple[FlexBackend, ...] = (
     Compiled("sm100", SM100A, SM103A),
     Compiled("sm80", *SM80_FAMILY, on_request=SM80_ON_REQUEST),
     Emulated(),
+    Cpu(),
     Tiled(),
 )
 
@@ -43,5 +45,8 @@ def choose(problem: FlexProblem) -> FlexBackend:
 
 
 def _candidates() -> tuple[FlexBackend, ...]:
-    """The backends to ask; one that serves only other calls leaves these to plain torch."""
-    return candidates.asked_for(PRIORITY, otherwise=Tiled.name)
+    """The backends to ask; one that serves only other calls leaves these to plain torch, and `Cpu` those that
+    it cannot serve.
+    """
+    asked = candidates.asked_for(PRIORITY, otherwise=Tiled.name)
+    return (*asked, PRIORITY[-1]) if [x.name for x in asked] == [Cpu.name] else asked

@@ -104,7 +104,7 @@ def reduced(
     spec = problem.spec
     if spec.block is None or not _has_one_diagonal(inputs, problem):
         return Reduced(inputs, problem)
-    found = _kept(inputs, problem)
+    found = of_call(inputs, problem)
     bounds, band = found.bounds, found.band
     # Keep bits are made for the blocks that a band or a mask leaves; shorter sequences have keys that bounds
     # show, and that lie beyond their ends.
@@ -192,7 +192,7 @@ class _Known(NamedTuple):
 _of_mask: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _kept(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
+def of_call(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
     """What is known of a call's mask, or is now found.
 
     A mask whose captured tensors are others than before is not evaluated again: they may be made for each
