@@ -25,7 +25,7 @@ from .partial_blocks import mask_of
 from .tiled import Tiled
 
 _MOST_SCORES = 1 << 25
-"""Numbers of a bool mask, a byte each; the kernel adds as many in the inputs' dtype."""
+"""Numbers of a bool mask, a byte each; the kernel adds as many in float32."""
 _LEAST_SHOWN = 3 / 8
 """The share of blocks that a mask shows at least: `tiled` leaves the others out (`flex/NOTES.md`)."""
 
