@@ -149,7 +149,7 @@ def test_lists_may_hold_anything(data: st.DataObject) -> None:
     for state in (PARTIAL, FULL):
         counts = data.draw(of_rows)
         numbers = data.draw(st.lists(of_blocks, min_size=rows, max_size=rows))
-        # What lies around a list must not matter: neither is it read.
+        # What lies around a list is not read.
         room = torch.full((rows + 2, places + 2), columns - 1, dtype=torch.int32)
         room[1:-1, 1:-1] = torch.tensor(numbers)
         lists += [torch.tensor(counts, dtype=torch.int32)[None, None], room[None, None, 1:-1, 1:-1]]
