@@ -28,6 +28,11 @@ def one(device: torch.device) -> Tensor:
     return _constant(device, _one)
 
 
+def false(device: torch.device) -> Tensor:
+    """The bool tensor () of False."""
+    return _constant(device, _false)
+
+
 def even_ends(device: torch.device, B: int, S: int) -> Tensor:
     """Cumulative lengths (B + 1,), int32, of B sequences of length S, 1 or more."""
     return _constant(device, _even_ends, B, S)
@@ -45,6 +50,10 @@ def own_pages(device: torch.device, B: int) -> Tensor:
 
 def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
+
+
+def _false(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.bool, device=device)
 
 
 def _even_ends(B: int, S: int, device: torch.device) -> Tensor:

@@ -15,7 +15,8 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 import flash4_torch
 from everything import EVERYTHING, one_of
 from flash4_torch.backends import emulator as emulator_backend
-from flash4_torch.backends.compiled import TARGETS, masks
+from flash4_torch.backends.compiled import TARGETS
+from flash4_torch.backends.compiled.targets import BLOCK_BITS
 from flash4_torch.backends.flex import bits, compiled, intervals, partial_blocks
 from flash4_torch.flex.attention import traced
 from flash4_torch.flex_problem import FlexInputs, FlexProblem
@@ -107,7 +108,7 @@ def test_bits_stand_for_masks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         reduced(has_bits=False),
     ):
         assert other.bits is None and not other.problem.spec.bits
-    monkeypatch.setattr(bits, "_MOST", 90 * 90)
+    monkeypatch.setattr(bits, "_MOST", 90 * 90 - 1)
     assert reduced().bits is None
 
 
@@ -156,16 +157,24 @@ def blocked(seed: int, Sq: int, Sk: int, mask_mod: Mod, **options: Any) -> Call:
 
 @pytest.mark.parametrize("arch", one_of(3, ARCHS))
 def test_gradients_of_masks_by_one_kernel(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks that differ by head and entry, and that do not, by strips; nobody sees the last keys."""
-    before: list[int] = []
+    """Masks that differ by head and entry, and that do not; nobody sees the last keys. One kernel for attention
+    serves all functions.
+    """
+    of_calls: list[set[Any]] = []
+    original = emulator_backend._compiled
+
+    def compiled(arch: str, entry: str, static: tuple[object, ...]) -> Any:
+        of_calls[-1].add((entry, static))
+        return original(arch, entry, static)
+
+    monkeypatch.setattr(emulator_backend, "_compiled", compiled)
     sizes = [(261, 390), (150, 279), (300, 300), (96, 200)][: 4 if EVERYTHING else 2]
     for seed, (Sq, Sk) in enumerate(sizes, 12):
-        monkeypatch.setattr(bits, "_AT_ONCE", 1 << (30 if seed % 2 else 1))
-        monkeypatch.setattr(masks, "_FEW", 0)
+        of_calls.append(set())
         check_gradients(blocked(seed, Sq, Sk, MASKS[seed % 2]), arch, SCHEDULES[seed % 2])
-        before.append(emulator_backend._compiled.cache_info().misses)
     if not EVERYTHING:
-        assert before[0] == before[-1]
+        first, last = ({kernel for kernel in own if kernel[0] != BLOCK_BITS} for own in of_calls)
+        assert first == last and len(first) > 1
 
 
 def test_keys_that_nobody_sees_are_not_read_for_gradients() -> None:

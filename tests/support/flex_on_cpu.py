@@ -20,7 +20,7 @@ from torch import Tensor
 from driver_stand_in import driver
 from flash4_torch import compile, fast_path
 from flash4_torch.backends.compiled import POSTPROCESS, PREPROCESS, SM90A, prepared
-from flash4_torch.backends.compiled.targets import BLOCK_TABLES
+from flash4_torch.backends.compiled.targets import BLOCK_BITS, BLOCK_TABLES
 from flash4_torch.backends.flex import compiled, dispatch
 from flash4_torch.backends.flex.compiled import Compiled, Emulated, why_not_kernels
 from flash4_torch.backends.flex.tiled import Tiled
@@ -79,6 +79,7 @@ def forget() -> None:
 
 
 _WRITTEN = {
+    BLOCK_BITS: (2, 3, 7),
     BLOCK_TABLES: (3, 4, 5, 6),
     PREPROCESS: (5, 6, 7),
     POSTPROCESS: (1,),
@@ -101,7 +102,7 @@ def _launch(launches: list[Launch], entry: str, static: tuple[Any, ...], args: t
     if entry == SM90A.backward and static[1].preprocesses:
         written = _STATS, *written
     number = digest((repr(static), *[x for i, x in enumerate(args) if i not in written]))
-    if entry != BLOCK_TABLES:  # They are made once for a mask.
+    if entry not in (BLOCK_BITS, BLOCK_TABLES):  # They are made once for a mask.
         launches.append((entry, number))
     for i in written:
         if args[i] is not None:

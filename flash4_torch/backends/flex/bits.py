@@ -1,13 +1,14 @@
 """Block masks as bits: attn_mask's tables (`kernels.common.mask_tables`) of what blocks and mask_mod show.
 
 Kernels read a bit for each score of a partial block then, where they would compute mask_mod: one instruction
-and an eighth, whatever the function is. One kernel serves all masks.
+and an eighth, whatever the function is, which is computed once for all heads that share the mask. One kernel
+for attention serves all masks; a small one evaluates each function.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -16,34 +17,37 @@ from torch import Tensor
 from ...flex_problem import FlexInputs, FlexProblem
 from ...kernels.common import mask_tables
 from ...kernels.common.mask_tables import MaskPlan
-from ...reference.flex import EMPTY, FULL, Blocks
-from ..compiled.masks import MaskArgs, reader, transposed_reader
-from ..compiled.targets import Find
-from ..compiled.tensors import allocator_like
-from .partial_blocks import Mask, mask_of, parts
-from .tables import apart
+from ...reference.flex import EMPTY, FULL, Blocks, Mod
+from .. import constants
+from ..compiled.masks import MaskArgs
+from ..compiled.targets import BLOCK_BITS, Find
+from .captured import captured_of
+from .partial_blocks import Mask, parts, reads
+from .tables import apart, new_states, outer_of
+from .tiled import mods_of
 
 _MOST = 1 << 30
 """Scores of a mask up to which tables of bits are made, a bit each: 32k x 32k in 128 MiB."""
-_AT_ONCE = 1 << 27
-"""Scores of which a byte each is held meanwhile."""
 
 Made = dict[Hashable, Any]
 """What was made of a mask: tables, by the kernel's tiles and whether rows are keys; or the whole mask."""
 TablesOf = Callable[[MaskPlan, Find, bool], MaskArgs]
-"""Function that gives a call's tables, made once for each kernel; True: rows are keys."""
+"""Function that gives a call's tables; True: rows are keys."""
 
 
-def may_be_made(mask: Mask) -> bool:
-    """Whether there is room for a mask's bits."""
-    B, H, down, across = mask.blocks.state.shape
-    return B * H * down * mask.blocks.size[0] * across * mask.blocks.size[1] <= _MOST
+def may_be_made(inputs: FlexInputs, problem: FlexProblem) -> bool:
+    """Whether there is room for the bits of a call's mask."""
+    return math.prod(_outer(inputs, problem)) * problem.extent.Sq * problem.extent.Sk <= _MOST
 
 
-def tables_of(inputs: FlexInputs, problem: FlexProblem, made: Made) -> TablesOf:
-    """The tables of a call's mask: those in `made`, or new ones, which are put there."""
+def tables_of(inputs: FlexInputs, problem: FlexProblem, made: Made | None) -> TablesOf:
+    """The tables of a call's mask: those in `made`, or new ones, which are put there; without it new ones in
+    each call, as in a CUDA graph, whose replays make them again.
+    """
 
     def found(plan: MaskPlan, find: Find, is_transposed: bool) -> MaskArgs:
+        if made is None:
+            return _tables(inputs, problem, plan, find, is_transposed)
         key = plan, is_transposed
         if key not in made:
             made[key] = apart(inputs.q.device, lambda: _tables(inputs, problem, plan, find, is_transposed))
@@ -53,41 +57,33 @@ def tables_of(inputs: FlexInputs, problem: FlexProblem, made: Made) -> TablesOf:
     return found
 
 
-@torch.no_grad()
 def _tables(
     inputs: FlexInputs, problem: FlexProblem, plan: MaskPlan, find: Find, is_transposed: bool
 ) -> MaskArgs:
-    mask = mask_of(inputs, problem)
-    assert mask is not None
-    B, H = mask.blocks.state.shape[:2]
-    rows, columns = (mask.Sk, mask.Sq) if is_transposed else (mask.Sq, mask.Sk)
-    shape, block = (B, H, rows, columns), mask.blocks.size[is_transposed]
+    mods, lengths, (_, mask_mod) = inputs.mods, problem.extent[1:3], mods_of(inputs)
+    lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+    block: tuple[int, ...] = mods.q_block, mods.kv_block
+    own = new_states(lists, block, lengths)
+    states = own.states
+    if is_transposed:
+        states, block, lengths = states.transpose(2, 3), block[::-1], lengths[::-1]
+    shape = *_outer(inputs, problem), *lengths
     tables = inputs.q.new_empty(mask_tables.place(plan, *shape).words, dtype=torch.int32)
-    # Strips are whole blocks of the mask, and whole tiles.
-    least = math.lcm(block, plan.rows)
-    step = least * max(1, _AT_ONCE // (B * H * least * columns))
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        shown = shown_by(mask, int(is_transposed), first // block, -(-last // block))
-        allocator = allocator_like(shown)
-        if is_transposed:
-            found = transposed_reader(find, plan, shown, columns, allocator)(shown)
-        else:
-            found = reader(find, plan, shown, lambda x: x, allocator)(shown)
-        assert found is not None
-        own, whole = _parts_of(plan, found[1], found[0].shape), _parts_of(plan, tables, shape)
-        for part, all_rows, each in zip(own, whole, (1, plan.rows, plan.rows), strict=True):
-            all_rows.narrow(2, first // each, part.shape[2]).copy_(part)
     # Kernels read the bits, and of the mask itself the sizes alone.
-    return inputs.q.new_zeros(1, dtype=torch.bool).expand(shape), tables
+    mask = constants.false(inputs.q.device).expand(shape)
+    make = find(BLOCK_BITS, (plan, mods.mask_mod, is_transposed, own.full is not None))
+    make(*own.lists, own.states, states, captured_of(mask_mod), block, mask, tables)
+    return mask, tables
 
 
-def _parts_of(plan: MaskPlan, tables: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Bits, blocks and rank, whose dimension 2 is one of rows."""
-    at = mask_tables.place(plan, *shape)
-    bits, blocks, rank, _ = tables.tensor_split([at.blocks, at.rank, at.words])
-    lists = shape[0], at.HB, at.MB
-    return bits.view(*shape[:3], -1), blocks.view(*lists, at.NB), rank.view(*lists, at.NB + 1)
+def _outer(inputs: FlexInputs, problem: FlexProblem) -> tuple[int, int]:
+    """Batch entries and heads of a call's mask, or 1."""
+    mods, (_, mask_mod) = inputs.mods, mods_of(inputs)
+    B, H = outer_of((mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices))
+    if mask_mod is not None:
+        B = problem.extent.B if reads(mask_mod.program, 0) else B
+        H = problem.extent.Hq if reads(mask_mod.program, 1) else H
+    return B, H
 
 
 def shown_by(mask: Mask, dim: int, first: int, last: int) -> Tensor:

@@ -32,6 +32,7 @@ from ..views import Layout
 from . import intervals, totals
 from .base import FlexBackwardLaunch, FlexLaunch
 from .bits import TablesOf
+from .captured import element, scalars_of
 from .intervals import Bounds, Reduced, Segments
 from .tables import TileSize, kept, tables
 from .tiled import mods_of, program_of
@@ -179,6 +180,12 @@ class Compiled(OnTargets):
 
         return launch
 
+    def find_on(self, capability: tuple[int, int]) -> Find | None:
+        """What finds its kernels on a GPU of that compute capability, if it serves any call there."""
+        if self._why_not_here(capability):
+            return None
+        return self._targets[capability].find
+
     def _reduced(self, inputs: FlexInputs, problem: FlexProblem) -> Reduced:
         target = self.target(problem)
         return intervals.reduced(inputs, problem, target.has_bounds, takes_bits(target, problem))
@@ -204,6 +211,9 @@ class Emulated(Compiled):
     def __init__(self) -> None:
         super().__init__(Emulator.name, *TARGETS.values())
         self._counter = torch.zeros(1, dtype=torch.int32)
+
+    def find_on(self, capability: tuple[int, int]) -> Find | None:
+        return None
 
     def why_not(self, problem: FlexProblem) -> list[str]:
         if why := why_not_emulated(problem.spec.device):
@@ -540,11 +550,7 @@ def _arguments(
     mods, pair = inputs.mods, mods_of(inputs)
     found = [mod for mod in pair if mod is not None]
     number = sum(len(mod.tensors) for mod in found)
-    scalars = tuple(
-        value if dtype.startswith(("float", "bfloat")) else int(value)
-        for mod in found
-        for dtype, value in zip(mod.program.scalars, mod.scalars, strict=True)
-    )
+    scalars = tuple([value for mod in found for value in scalars_of(mod)])
     of_blocks = None
     if mods.kv_num_blocks is not None:
         lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
@@ -556,7 +562,7 @@ def _arguments(
         return lambda captured, sums=(): None
 
     def arguments(captured: Captured, sums: Sums = ()) -> ModArgs:
-        tensors = tuple([_element(x) for x in captured[:number]])
+        tensors = tuple([element(x) for x in captured[:number]])
         added = tuple([x for i in read if (x := sums[i]) is not None])
         return tensors or None, scalars or None, of_blocks, added or None, bounds
 
@@ -581,10 +587,3 @@ def _like(sums: Sums, captured: Captured) -> list[Tensor | None]:
     """Gradients of captured tensors, in their dtypes and shapes."""
     pairs = zip(sums, captured, strict=False)
     return [None if x is None else totals.rounded(x).to(of.dtype).view(of.shape) for x, of in pairs]
-
-
-def _element(x: Tensor) -> Tensor:
-    """A captured tensor as kernels read it: of one dimension at least, and not empty."""
-    if x.numel() == 0:
-        raise IndexError(f"an index is out of range for a captured tensor of shape {tuple(x.shape)}")
-    return x if x.dim() else x.reshape(1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from ...flex_problem import FlexProblem
 from .. import candidates
 from ..compiled import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A
+from ..compiled.targets import Find
 from ..dispatch import observers
 from .base import FlexBackend
 from .compiled import Compiled, Emulated
@@ -42,6 +45,13 @@ def choose(problem: FlexProblem) -> FlexBackend:
         observer(problem, backend.name)
     candidates.log(problem, backend.name)
     return backend
+
+
+def find_on(device: torch.device) -> Find | None:
+    """What finds kernels of ours on a GPU, None if none serve it."""
+    capability = torch.cuda.get_device_capability(device)
+    made_for = (backend for backend in _candidates() if isinstance(backend, Compiled))
+    return next((find for backend in made_for if (find := backend.find_on(capability)) is not None), None)
 
 
 def _candidates() -> tuple[FlexBackend, ...]:

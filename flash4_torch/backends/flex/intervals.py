@@ -76,7 +76,7 @@ class Intervals(NamedTuple):
     bounds: Bounds | None = None
     """If no band does: the bounds of rows and keys, None if these are not intervals."""
     made: Made | None = None
-    """The mask's bits, for kernels that asked; None if it was not evaluated, or is too large."""
+    """The mask's bits, for kernels that asked; None if it was not evaluated."""
 
 
 NONE = Intervals()
@@ -114,7 +114,7 @@ def reduced(
         left, right = (x is not None for x in band)
         own = spec._replace(left=left, right=right, bounds=bounds is not None)
         return Reduced(*_without_mask(inputs, problem._replace(spec=own, band=band)), bounds)
-    if found.made is None or not has_bits or spec.score_mod or spec.varlen:
+    if not has_bits or spec.score_mod or spec.varlen or not bits.may_be_made(inputs, problem):
         return Reduced(inputs, problem)
     given = _without_mask(inputs, problem._replace(spec=spec._replace(bits=spec.block[0])))
     return Reduced(*given, None, bits.tables_of(inputs, problem, found.made))
@@ -230,8 +230,7 @@ def _found(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
     rows = None if mask is None else _rows(mask)
     if mask is None or rows is None:
         return NONE
-    found = _intervals(rows, problem.band, problem.extent)
-    return found._replace(made={} if bits.may_be_made(mask) else None)
+    return _intervals(rows, problem.band, problem.extent)._replace(made={})
 
 
 class _Rows(NamedTuple):

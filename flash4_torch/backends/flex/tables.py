@@ -60,6 +60,35 @@ def tables(
     whole, as without mask_mod. is_transposed: whether the tile's rows are keys. A captured launch makes the
     tables in each replay. Raises ShapeError if there are not lists for all queries.
     """
+    own = new_states(lists, block, lengths)
+    states = own.states
+    if is_transposed:
+        states, block, lengths = states.transpose(2, 3), block[::-1], lengths[::-1]
+    B, H = states.shape[:2]
+    heads = min(tile.heads, H)
+    visible = states.new_empty(B, H // heads, *map(_ceil, lengths, tile[:2]), dtype=torch.int32)
+    rank = visible.new_empty(*visible.shape[:3], visible.shape[3] + 1)
+    make = find(BLOCK_TABLES, (own.full is not None,))
+    state = FULL if is_decided else PARTIAL
+    make(*own.lists, state, own.states, states, visible, rank, (*lengths, *block, *tile[:2], heads))
+    return Tables(visible, rank, states, *block)
+
+
+class NewStates(NamedTuple):
+    """A block mask's lists as kernels read them, and memory for the states of its blocks."""
+
+    listed: tuple[Tensor, Tensor]
+    full: tuple[Tensor, Tensor] | None
+    states: Tensor
+    """(B or 1, Hq or 1, rows, columns) uint8: nothing yet."""
+
+    @property
+    def lists(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+        return self.listed, self.full
+
+
+def new_states(lists: Lists, block: Sequence[int], lengths: Sequence[int]) -> NewStates:
+    """What a kernel needs that writes the states of a block mask. block, lengths: queries and keys."""
     listed, full = _pair(lists[:2]), _pair(lists[2:])
     assert listed is not None
     every = (*listed, *(full or ()))
@@ -67,19 +96,14 @@ def tables(
     if given < rows:
         limit = f"they must have {rows} for {lengths[0]} queries"
         raise ShapeError("block_mask", f"lists of {given} rows of {block[0]} queries", limit)
-    outer = [max(x.shape[dim] for x in every) for dim in (0, 1)]
-    by_lists = listed[0].new_empty(*outer, *map(_ceil, lengths, block), dtype=torch.uint8)
-    states = by_lists
-    if is_transposed:
-        states, block, lengths = by_lists.transpose(2, 3), block[::-1], lengths[::-1]
-    heads = min(tile.heads, outer[1])
-    shape = outer[0], outer[1] // heads, *map(_ceil, lengths, tile[:2])
-    visible = listed[0].new_empty(shape)
-    rank = listed[0].new_empty(*shape[:3], shape[3] + 1)
-    make = find(BLOCK_TABLES, (full is not None,))
-    state = FULL if is_decided else PARTIAL
-    make(listed, full, state, by_lists, states, visible, rank, (*lengths, *block, *tile[:2], heads))
-    return Tables(visible, rank, states, *block)
+    states = listed[0].new_empty(outer_of(lists) + (rows, _ceil(lengths[1], block[1])), dtype=torch.uint8)
+    return NewStates(listed, full, states)
+
+
+def outer_of(lists: Lists) -> tuple[int, int]:
+    """Batch entries and heads of a block mask, or 1."""
+    B, H = (max(x.shape[dim] for x in lists if x is not None) for dim in (0, 1))
+    return B, H
 
 
 def _pair(lists: Lists) -> tuple[Tensor, Tensor] | None:

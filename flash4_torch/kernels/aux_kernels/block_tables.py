@@ -19,7 +19,7 @@ from ..common import host, mods
 from ..common.attn_mask import within
 from .mask_blocks import PARTIAL, THREADS, VISIBLE, WARPS, list_blocks
 
-_THREADS_OF_STATES = 128
+STATE_THREADS = 128
 
 
 class BlockLists(NamedTuple):
@@ -67,7 +67,7 @@ def block_tables(
     """
     Bm, Hm, rows, _ = states.shape
     states_kernel(listed, full, state, states).launch(
-        grid=(Bm * Hm * rows, 1, 1), block=(_THREADS_OF_STATES, 1, 1), stream=stream
+        grid=(Bm * Hm * rows, 1, 1), block=(STATE_THREADS, 1, 1), stream=stream
     )
     _, HB, MB, _ = visible.shape
     tables_kernel(seen, visible, rank, lengths).launch(
@@ -82,7 +82,7 @@ def states_kernel(listed: BlockLists, full: BlockLists | None, state: Int32, sta
     _, Hm, rows, columns = states.shape
     batch, head, row = group // rows // Hm, group // rows % Hm, group % rows
     own = states[batch, head, row, None]
-    for n in cutlass.range(thread, columns, _THREADS_OF_STATES, unroll=1):
+    for n in cutlass.range(thread, columns, STATE_THREADS, unroll=1):
         own[n] = Uint8(mods.EMPTY)
     cute.arch.sync_threads()
     _mark(listed, batch, head, row, own, state)
@@ -97,7 +97,7 @@ def _mark(lists: BlockLists, batch: Int32, head: Int32, row: Int32, own: cute.Te
     thread, _, _ = cute.arch.thread_idx()
     B, H, _, most = lists.columns.shape
     b, h = within(batch, B), within(head, H)
-    for i in cutlass.range(thread, cutlass.min(lists.counts[b, h, row], most), _THREADS_OF_STATES, unroll=1):
+    for i in cutlass.range(thread, cutlass.min(lists.counts[b, h, row], most), STATE_THREADS, unroll=1):
         n = lists.columns[b, h, row, i]
         if n >= 0 and n < own.shape[0]:
             own[n] = Uint8(state)
@@ -111,14 +111,14 @@ def tables_kernel(states: cute.Tensor, visible: cute.Tensor, rank: cute.Tensor, 
     batch, head_block, m = group // MB // HB, group // MB % HB, group % MB
     counts = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
     blocks, ranks = visible[batch, head_block, m, None], rank[batch, head_block, m, None]
-    heads = _Span(head_block * lengths.tile_heads, (head_block + 1) * lengths.tile_heads)
-    rows = _overlapped(m, lengths.tile_rows, lengths.block_rows, lengths.rows)
+    heads = Span(head_block * lengths.tile_heads, (head_block + 1) * lengths.tile_heads)
+    rows = overlapped(m, lengths.tile_rows, lengths.block_rows, lengths.rows)
     total = Int32(0)
     for first in cutlass.range(0, NB, THREADS, unroll=1):
         found, n = Int32(0), first + thread
         if n < NB:
-            columns = _overlapped(n, lengths.tile_columns, lengths.block_columns, lengths.columns)
-            found = _look(states[batch, None, None, None], heads, rows, columns)
+            columns = overlapped(n, lengths.tile_columns, lengths.block_columns, lengths.columns)
+            found = look(states[batch, None, None, None], heads, rows, columns)
         # All have read the counts of the turn before.
         cute.arch.sync_threads()
         total = list_blocks(blocks, ranks, first, NB, found, counts, total)
@@ -126,20 +126,20 @@ def tables_kernel(states: cute.Tensor, visible: cute.Tensor, rank: cute.Tensor, 
         ranks[NB] = total
 
 
-class _Span(NamedTuple):
+class Span(NamedTuple):
     """What a tile overlaps, `first <= n < last`."""
 
     first: Int32
     last: Int32
 
 
-def _overlapped(n: Int32, tile: Int32, block: Int32, length: Int32) -> _Span:
+def overlapped(n: Int32, tile: Int32, block: Int32, length: Int32) -> Span:
     """The mask's blocks that the nth tile overlaps along one dimension."""
-    return _Span(n * tile // block, (cutlass.min((n + 1) * tile, length) - 1) // block + 1)
+    return Span(n * tile // block, (cutlass.min((n + 1) * tile, length) - 1) // block + 1)
 
 
 @cute.jit
-def _look(states: cute.Tensor, heads: _Span, rows: _Span, columns: _Span) -> Int32:
+def look(states: cute.Tensor, heads: Span, rows: Span, columns: Span) -> Int32:
     """What a tile's blocks hold, as `mask_blocks` finds it."""
     found = Int32(0)
     for h in cutlass.range(heads.first, heads.last, unroll=1):
@@ -155,13 +155,15 @@ def _look(states: cute.Tensor, heads: _Span, rows: _Span, columns: _Span) -> Int
 def compile_block_tables(has_full: bool) -> Any:
     """`block_tables` compiled for any sizes; call it with its arguments except `stream`."""
 
-    def lists() -> BlockLists:
-        return BlockLists(host.strided(Int32, 3), host.strided(Int32, 4))
-
     states, seen = host.strided(Uint8, 4), host.strided(Uint8, 4)
     visible, rank = (host.compact(Int32, host.any_sizes(4)) for _ in range(2))
-    full = lists() if has_full else None
+    full = example_lists() if has_full else None
     lengths = Lengths(*(Int32(1) for _ in Lengths._fields))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    given = lists(), full, Int32(PARTIAL), states, seen, visible, rank, lengths, stream
+    given = example_lists(), full, Int32(PARTIAL), states, seen, visible, rank, lengths, stream
     return cute.compile(block_tables, *given, options="--enable-tvm-ffi")
+
+
+def example_lists() -> BlockLists:
+    """Lists that stand for any others when a kernel is compiled."""
+    return BlockLists(host.strided(Int32, 3), host.strided(Int32, 4))

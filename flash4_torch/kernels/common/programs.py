@@ -26,6 +26,7 @@ from cutlass._mlir.dialects import math as mlir_math
 from ...flex import table
 from ...flex.program import Node, Program, Ref
 from . import integers
+from .host import strided
 from .lowering import LIBRARY, Level, Lowering, Ramp, constant, is_integer
 from .scores import tanh
 
@@ -66,6 +67,26 @@ class Arguments(NamedTuple):
 
     tensors: tuple[cute.Tensor, ...]
     scalars: tuple[Any, ...]
+
+
+class Captured(NamedTuple):
+    """A program's arguments, as a kernel receives them; None for a program without any."""
+
+    tensors: tuple[cute.Tensor, ...] | None
+    """Those of one dimension at least; None if there are none."""
+    scalars: tuple[Any, ...] | None
+
+    @staticmethod
+    def example(program: Program) -> Captured | None:
+        """What stands for any other when a kernel is compiled."""
+        tensors = tuple(strided(STORED[t.dtype], max(t.rank, 1)) for t in program.tensors)
+        scalars = tuple(PASSED[dtype](0) for dtype in program.scalars)
+        return Captured(tensors or None, scalars or None) if tensors or scalars else None
+
+
+def arguments_of(captured: Captured | None) -> Arguments:
+    tensors, scalars = captured or (None, None)
+    return Arguments(tensors or (), scalars or ())
 
 
 class Columns(NamedTuple):
