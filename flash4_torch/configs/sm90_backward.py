@@ -9,6 +9,7 @@ kernels relative to FlashAttention-3's. Where it cites NOTES.md, see "Table rows
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from . import programs, sm90
@@ -265,5 +266,6 @@ def _q_head_config(row: Row) -> Sm90Backward:
     return row.config._replace(scope=Scope.Q_HEAD)
 
 
+@lru_cache(maxsize=1024)
 def _row(features: Features) -> Row:
     return next(row for row in TABLE if row.admits(features))

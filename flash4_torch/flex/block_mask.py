@@ -2,7 +2,8 @@
 
 Bounds of mask_mod over the positions of a block tell most blocks that are seen whole or not at all
 (`reference.bounds`); the scores of the others alone are evaluated. What is left is a byte for each block; the
-ordered lists of a BlockMask are made from it some rows at a time.
+ordered lists of a BlockMask are made from it some rows at a time. Where masks of one function are made again
+on a GPU, kernels evaluate all scores instead (`backends.flex.new_masks`): two launches, and no waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..errors import ArgumentError, RangeError
 from ..reference import bounds, programs
 from ..reference.bounds import Bounds
-from ..reference.flex import EMPTY, FULL, PARTIAL
+from ..reference.flex import EMPTY, FULL, PARTIAL, Mod
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -66,9 +67,10 @@ def create_block_mask(
     """
     if torch.compiler.is_dynamo_compiling():
         return _recorded(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
-    # Both need much of torch that not every import of the package should load.
+    # They need much that not every import of the package should load.
     from torch.nn.attention.flex_attention import BlockMask
 
+    from ..backends.flex import new_masks
     from .trace import MASK, trace
 
     if not callable(mask_mod):
@@ -87,7 +89,12 @@ def create_block_mask(
     with torch.no_grad():
         traced = trace(mask_mod, MASK, where)
         batch, heads = sizes["B"], sizes["H"]
-        state = _table(traced, (batch, heads, Q_LEN, KV_LEN), (block[0], block[1]), where)
+        mod = Mod(traced.program, traced.tensors, traced.scalars, where)
+        text, shape = traced.text, (batch, heads, Q_LEN, KV_LEN)
+        if (find := new_masks.find_for(text, mod, shape)) is not None:
+            by_kernels = new_masks.lists(text, mod, shape, block, find, has_full=separate_full_blocks)
+            return BlockMask((Q_LEN, KV_LEN), *by_kernels, BLOCK_SIZE=(block[0], block[1]), mask_mod=mask_mod)
+        state = _table(traced, shape, (block[0], block[1]), where)
         full: tuple[Any, Any] = None, None
         full_q: tuple[Any, Any] = None, None
         if separate_full_blocks:

@@ -157,8 +157,8 @@ def blocked(seed: int, Sq: int, Sk: int, mask_mod: Mod, **options: Any) -> Call:
 
 @pytest.mark.parametrize("arch", one_of(3, ARCHS))
 def test_gradients_of_masks_by_one_kernel(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks that differ by head and entry, and that do not; nobody sees the last keys. One kernel for attention
-    serves all functions.
+    """Masks that differ by head and entry, and that do not; nobody sees the last keys. One kernel for
+    attention serves all functions.
     """
     of_calls: list[set[Any]] = []
     original = emulator_backend._compiled

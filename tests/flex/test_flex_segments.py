@@ -14,7 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 from everything import EVERYTHING, one_of
-from flash4_torch.backends.flex import compiled, intervals
+from flash4_torch.backends.flex import compiled, intervals, seen_rows
+from flash4_torch.masks import Band
+from flash4_torch.problem import Extent
 from flex_calls import ARCHS, SCHEDULES, Call, check, check_gradients, emulated, made, tensors, with_intervals
 from flex_mods import H, Mod
 
@@ -63,23 +65,32 @@ def test_documents_are_segments(seed: int, S: int, longest: int, is_causal: bool
     places = torch.arange(S)
     first = torch.where(seen, places, S).amin(-1)
     last = torch.where(seen, places, -1).amax(-1)
+
+    def found_in(first: Tensor) -> intervals.Segments | None:
+        rows = torch.stack([last - first + 1, first, last])[:, :, None]
+        own = seen_rows.judged(rows, Band(), Extent(2, S, S, 1, 1))
+        return intervals._segments(own, 2, S)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intervals, "_MOST_PADDED", 1e9)
-        found = intervals._segments(first, last)
+        found = found_in(first)
         assert found is not None
         assert torch.equal(shown(found, 2, S), seen)
         # A row that sees one key less, or of another document, is in no segment.
         at = seed % S
         if first[0, at] < last[0, at]:
             first[0, at] += 1
-            assert intervals._segments(first, last) is None
+            assert found_in(first) is None
 
 
 def test_short_documents_keep_bounds() -> None:
     """Tiles that begin with them would be emptier than tiles across them are full of hidden scores."""
-    i = torch.arange(2048)[None]
+    i = torch.arange(2048)
     for length, are_segments in ((64, False), (400, False), (512, True), (700, True), (2048, True)):
-        assert (intervals._segments(i // length * length, i) is not None) == are_segments, length
+        first = i // length * length
+        rows = torch.stack([i - first + 1, first, i])[:, None, None]
+        own = seen_rows.judged(rows, Band(), Extent(1, 2048, 2048, 1, 1))
+        assert (intervals._segments(own, 1, 2048) is not None) == are_segments, length
 
 
 @pytest.fixture

@@ -102,6 +102,59 @@ def test_a_graph_replays_with_new_data() -> None:
             assert_same([out, lse], list(calls.forward()))
 
 
+def test_a_graph_replays_with_another_mask() -> None:
+    """Lists and captured tensors are read in each replay."""
+    document, S = torch.arange(S_OF_DOCUMENTS, device="cuda") // 300, S_OF_DOCUMENTS
+    masks = [lambda b, h, i, j: (document[i] == document[j]) & ((i - j) % 3 != 1)]
+    mask = create_block_mask(masks[0], None, None, S, S, "cuda")
+    qkv = [new(1, H, S, 64).bfloat16() for _ in "qkv"]
+    with torch.no_grad():
+        for _ in range(3):
+            flash4_torch.flex_attention(*qkv, block_mask=mask)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = flash4_torch.flex_attention(*qkv, block_mask=mask, return_lse=True)
+        for length in (170, 600):
+            document.copy_(torch.arange(S, device="cuda") // length)
+            other = create_block_mask(masks[0], None, None, S, S, "cuda")
+            for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+                getattr(mask, name).copy_(getattr(other, name))
+            out.fill_(torch.nan)
+            graph.replay()
+            exact, peer = (by_definition(*qkv, (None, masks[0]), t) for t in (torch.float64, torch.bfloat16))
+            for found, truth, plain in zip((out, lse), exact, peer, strict=True):
+                testing.assert_close_as_peer(found, truth, plain)
+
+
+S_OF_DOCUMENTS = 1500
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_masks_that_are_made_again(is_causal: bool) -> None:
+    """Kernels evaluate them from the second one of a function on: documents' rows, and bits of others."""
+    torch.manual_seed(0)
+    S = S_OF_DOCUMENTS
+    qkv = [new(1, H, S, 64).bfloat16().requires_grad_() for _ in "qkv"]
+    for _ in range(4):
+        document = torch.randint(0, 6, (S,), device="cuda").sort().values
+
+        def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor, document: Tensor = document) -> Tensor:
+            return (document[i] == document[j]) & (i >= j if is_causal else (i - j) % 3 != 1)
+
+        mask = create_block_mask(mask_mod, None, None, S, S, "cuda")
+        results = [
+            *flash4_torch.flex_attention(*qkv, block_mask=mask, return_lse=True),
+            *by_definition(*qkv, (None, mask_mod), torch.float64),
+            *by_definition(*qkv, (None, mask_mod), torch.bfloat16),
+        ]
+        dout = torch.randn_like(results[0])
+        grads = [torch.autograd.grad(out, qkv, dout.to(out.dtype)) for out in results[::2]]
+        testing.assert_close_as_peer(results[0], results[2], results[4])
+        testing.assert_close_as_peer(results[1], results[3], results[5])
+        for found, truth, plain in zip(*grads, strict=True):
+            testing.assert_close_as_peer(found, truth, plain)
+
+
 FEW: dict[str, tuple[Callable[..., Tensor] | None, Callable[..., Tensor] | None]] = {
     "ramp": (lambda s, b, h, i, j: s - (h + 1) * (i + LONG - j) * 0.01, lambda b, h, i, j: j <= i + LONG),
     "functions": (lambda s, b, h, i, j: 9 * torch.tanh((s + h) / 9), None),

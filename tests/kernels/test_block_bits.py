@@ -104,13 +104,17 @@ def test_tables_are_what_blocks_and_mask_mod_show(
     """Of tiles that see anything; keys beyond the end have no bits."""
     torch.manual_seed(seed)
     function = FUNCTIONS[name]
-    state = torch.randint(0, 3 if has_full else 2, (*outer, *(-(-n // own) for n, own in zip(lengths, block, strict=True))))
+    state = torch.randint(
+        0, 3 if has_full else 2, (*outer, *(-(-n // own) for n, own in zip(lengths, block, strict=True)))
+    )
     lists = *lists_of(state, PARTIAL, (1, 1), torch.int64), *lists_of(state, FULL, (1, 1), torch.int32)
     if function is None:
         state = torch.where(state == EMPTY, EMPTY, FULL)
     q, k = torch.empty(B, lengths[0], H, 8), torch.empty(B, lengths[1], H, 8)
     mask_mod = None if function is None else function.of
-    mods = traced(q, k, None, mask_mod, create_block_mask(lambda b, h, i, j: i >= j, None, None, *lengths, "cpu"))
+    mods = traced(
+        q, k, None, mask_mod, create_block_mask(lambda b, h, i, j: i >= j, None, None, *lengths, "cpu")
+    )
     fields = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
     mods = mods._replace(
         **dict(zip(fields, lists if has_full else (*lists[:2], None, None), strict=True)),

@@ -36,7 +36,9 @@ APPEND_KVCACHE = "flash4_torch.kernels.aux_kernels.append_kvcache:compile_append
 MERGE_STATES = "flash4_torch.kernels.aux_kernels.merge_states:compile_merge"
 BLOCK_BITS = "flash4_torch.kernels.aux_kernels.block_bits:compile_block_bits"
 BLOCK_LISTS = "flash4_torch.kernels.aux_kernels.block_lists:compile_block_lists"
+BLOCK_ROWS = "flash4_torch.kernels.aux_kernels.block_rows:compile_block_rows"
 BLOCK_TABLES = "flash4_torch.kernels.aux_kernels.block_tables:compile_block_tables"
+ROW_INTERVALS = "flash4_torch.kernels.aux_kernels.row_intervals:compile_row_intervals"
 MASK_BLOCKS = "flash4_torch.kernels.aux_kernels.mask_blocks:compile_mask_blocks"
 MASK_TRANSPOSE = "flash4_torch.kernels.aux_kernels.mask_transpose:compile_mask_transpose"
 

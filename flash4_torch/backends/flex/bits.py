@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,17 +18,22 @@ from torch import Tensor
 from ...flex_problem import FlexInputs, FlexProblem
 from ...kernels.common import mask_tables
 from ...kernels.common.mask_tables import MaskPlan
-from ...reference.flex import EMPTY, FULL, Blocks, Mod
+from ...reference.flex import EMPTY, FULL, Blocks
 from .. import constants
 from ..compiled.masks import MaskArgs
 from ..compiled.targets import BLOCK_BITS, Find
 from .captured import captured_of
 from .partial_blocks import Mask, parts, reads
 from .tables import apart, new_states, outer_of
-from .tiled import mods_of
+from .tiled import mods_of, program_of
 
 _MOST = 1 << 30
 """Scores of a mask up to which tables of bits are made, a bit each: 32k x 32k in 128 MiB."""
+
+_LEAST = 1 << 26
+"""Scores of all heads from which tables are worth their kernels if they serve one call only."""
+_FEW_QUERIES = 16
+"""Queries for which they are, too: rows of a tile that are not there would be computed with them."""
 
 Made = dict[Hashable, Any]
 """What was made of a mask: tables, by the kernel's tiles and whether rows are keys; or the whole mask."""
@@ -37,7 +43,13 @@ TablesOf = Callable[[MaskPlan, Find, bool], MaskArgs]
 
 def may_be_made(inputs: FlexInputs, problem: FlexProblem) -> bool:
     """Whether there is room for the bits of a call's mask."""
-    return math.prod(_outer(inputs, problem)) * problem.extent.Sq * problem.extent.Sk <= _MOST
+    return math.prod(outer(inputs, problem)) * problem.extent.Sq * problem.extent.Sk <= _MOST
+
+
+def are_worth_while(problem: FlexProblem) -> bool:
+    """Whether a mask that is evaluated for one call should be: kernels may compute mask_mod themselves."""
+    B, Sq, Sk, Hq, _ = problem.extent
+    return Sq <= _FEW_QUERIES or B * Hq * Sq * Sk >= _LEAST
 
 
 def tables_of(inputs: FlexInputs, problem: FlexProblem, made: Made | None) -> TablesOf:
@@ -67,7 +79,7 @@ def _tables(
     states = own.states
     if is_transposed:
         states, block, lengths = states.transpose(2, 3), block[::-1], lengths[::-1]
-    shape = *_outer(inputs, problem), *lengths
+    shape = *outer(inputs, problem), *lengths
     tables = inputs.q.new_empty(mask_tables.place(plan, *shape).words, dtype=torch.int32)
     # Kernels read the bits, and of the mask itself the sizes alone.
     mask = constants.false(inputs.q.device).expand(shape)
@@ -76,14 +88,19 @@ def _tables(
     return mask, tables
 
 
-def _outer(inputs: FlexInputs, problem: FlexProblem) -> tuple[int, int]:
+def outer(inputs: FlexInputs, problem: FlexProblem) -> tuple[int, int]:
     """Batch entries and heads of a call's mask, or 1."""
-    mods, (_, mask_mod) = inputs.mods, mods_of(inputs)
+    mods, extent = inputs.mods, problem.extent
     B, H = outer_of((mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices))
-    if mask_mod is not None:
-        B = problem.extent.B if reads(mask_mod.program, 0) else B
-        H = problem.extent.Hq if reads(mask_mod.program, 1) else H
-    return B, H
+    reads_entry, reads_head = _reads(mods.mask_mod) if mods.mask_mod else (False, False)
+    return extent.B if reads_entry else B, extent.Hq if reads_head else H
+
+
+@lru_cache(maxsize=1024)
+def _reads(mask_mod: str) -> tuple[bool, bool]:
+    """Whether a function depends on the batch entry, and on the head."""
+    program = program_of(mask_mod)
+    return reads(program, 0), reads(program, 1)
 
 
 def shown_by(mask: Mask, dim: int, first: int, last: int) -> Tensor:

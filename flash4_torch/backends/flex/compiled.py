@@ -187,8 +187,8 @@ class Compiled(OnTargets):
         return self._targets[capability].find
 
     def _reduced(self, inputs: FlexInputs, problem: FlexProblem) -> Reduced:
-        target = self.target(problem)
-        return intervals.reduced(inputs, problem, target.has_bounds, takes_bits(target, problem))
+        target, find = self.target(problem), self.find(problem)
+        return intervals.reduced(inputs, problem, target.has_bounds, takes_bits(target, problem), find)
 
     # The emulator's backend overrides the following methods.
 

@@ -17,16 +17,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import pad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...flex_problem import FlexInputs, FlexProblem
+from ...kernels.common.row_verdicts import TILE_ROWS
 from ...masks import Band
 from ...problem import Extent
-from ...reference.flex import FULL
 from .. import tile_counters
-from . import bits, tables
+from ..compiled.targets import Find
+from . import bits, new_masks, seen_rows, tables
 from .bits import Made, TablesOf
-from .partial_blocks import Mask, mask_of, parts
+from .partial_blocks import mask_of
+from .seen_rows import Judged
 from .tiled import mods_of
 
 _MOST_CALLS = 8
@@ -94,17 +97,21 @@ class Reduced(NamedTuple):
 
 
 def reduced(
-    inputs: FlexInputs, problem: FlexProblem, has_bounds: bool = True, has_bits: bool = False
+    inputs: FlexInputs,
+    problem: FlexProblem,
+    has_bounds: bool = True,
+    has_bits: bool = False,
+    find: Find | None = None,
 ) -> Reduced:
     """The call with intervals instead of its block mask, if that shows intervals, or with bits.
 
     has_bounds: whether kernels read intervals that are no band. has_bits: whether they read bits; they do
-    not next to a score_mod.
+    not next to a score_mod. find: see `of_call`.
     """
     spec = problem.spec
     if spec.block is None or not _has_one_diagonal(inputs, problem):
         return Reduced(inputs, problem)
-    found = of_call(inputs, problem)
+    found = of_call(inputs, problem, find)
     bounds, band = found.bounds, found.band
     # Keep bits are made for the blocks that a band or a mask leaves; shorter sequences have keys that bounds
     # show, and that lie beyond their ends.
@@ -114,7 +121,11 @@ def reduced(
         left, right = (x is not None for x in band)
         own = spec._replace(left=left, right=right, bounds=bounds is not None)
         return Reduced(*_without_mask(inputs, problem._replace(spec=own, band=band)), bounds)
-    if not has_bits or spec.score_mod or spec.varlen or not bits.may_be_made(inputs, problem):
+    may_be_bits = has_bits and not (spec.score_mod or spec.varlen) and bits.may_be_made(inputs, problem)
+    if may_be_bits and found.made is None:
+        # Blocks that are seen whole need none, unless these are made once for many calls.
+        may_be_bits = bool(spec.mask_mod) and bits.are_worth_while(problem)
+    if not may_be_bits:
         return Reduced(inputs, problem)
     given = _without_mask(inputs, problem._replace(spec=spec._replace(bits=spec.block[0])))
     return Reduced(*given, None, bits.tables_of(inputs, problem, found.made))
@@ -192,8 +203,10 @@ class _Known(NamedTuple):
 _of_mask: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def of_call(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
+def of_call(inputs: FlexInputs, problem: FlexProblem, find: Find | None = None) -> Intervals:
     """What is known of a call's mask, or is now found.
+
+    find: what finds kernels that evaluate the mask, None if torch's operators do.
 
     A mask whose captured tensors are others than before is not evaluated again: they may be made for each
     call, and the host would wait each time. Nor is one evaluated whose tensors have no versions, or in a
@@ -219,135 +232,86 @@ def of_call(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
     is_new = before is None or all(map(Data.same_tensor, before.captured, data))
     found = NONE
     if is_new and len(known.found) < _MOST_CALLS:
-        found = tables.apart(first.device, lambda: _found(inputs, problem))
+        found = tables.apart(first.device, lambda: _found(inputs, problem, find))
     known.found[key] = _Found(data, found)
     return found
 
 
 @torch.no_grad()
-def _found(inputs: FlexInputs, problem: FlexProblem) -> Intervals:
-    mask = mask_of(inputs, problem)
-    rows = None if mask is None else _rows(mask)
-    if mask is None or rows is None:
+def _found(inputs: FlexInputs, problem: FlexProblem, find: Find | None) -> Intervals:
+    seen = _seen(inputs, problem, find)
+    if seen is None:
         return NONE
-    return _intervals(rows, problem.band, problem.extent)._replace(made={})
+    extent, band = problem.extent, problem.band
+    if find is not None and seen.dtype == torch.int32:
+        own = seen_rows.judged_by_kernel(seen, band, extent, find)
+    else:
+        own = seen_rows.judged(seen, band, extent)
+    return _decided(own, extent)._replace(made={})
 
 
-class _Rows(NamedTuple):
-    """What each row sees, (B or 1, Hq or 1, Sq) each: the number of keys, the first one and the last one."""
-
-    keys: Tensor
-    first: Tensor
-    """Sk or more for a row that sees nothing."""
-    last: Tensor
-    """-1 for a row that sees nothing."""
-
-
-def _rows(mask: Mask) -> _Rows | None:
-    """None if too many scores would have to be evaluated."""
-    state, (q_block, kv_block), Sq, Sk = mask.blocks.state, mask.blocks.size, mask.Sq, mask.Sk
-    starts = torch.arange(0, Sk, kv_block, device=state.device)
-    ends = (starts + kv_block).clamp(max=Sk)
-    is_full = state == FULL
-
-    def of_rows(x: Tensor) -> Tensor:
-        return x.repeat_interleave(q_block, -1)[..., :Sq].flatten()
-
-    count = of_rows(torch.where(is_full, ends - starts, 0).sum(-1))
-    first = of_rows(torch.where(is_full, starts, Sk).amin(-1))
-    last = of_rows(torch.where(is_full, ends, 0).amax(-1) - 1)
-    partial = parts(mask)
-    if partial is None:
+def _seen(inputs: FlexInputs, problem: FlexProblem, find: Find | None) -> Tensor | None:
+    """What each row sees, None if that is not evaluated; int32 by kernels."""
+    mods, (_, mask_mod), device = inputs.mods, mods_of(inputs), inputs.q.device
+    if find is not None and mask_mod is None and new_masks.is_known("", "rows", device):
+        # Lists that come again and again: what they show is not worth its evaluation.
         return None
-    for b, h, _, _, i, j, seen in partial:
-        at = ((b.long() * state.shape[1] + h) * Sq + i).flatten()
-        count.index_add_(0, at, seen.sum(-1).flatten())
-        first.scatter_reduce_(0, at, torch.where(seen, j, Sk).amin(-1).flatten().long(), "amin")
-        last.scatter_reduce_(0, at, torch.where(seen, j, -1).amax(-1).flatten().long(), "amax")
-    shape = *state.shape[:2], Sq
-    return _Rows(count.view(shape), first.view(shape), last.view(shape))
+    if find is not None and mask_mod is not None:
+        text = mods.mask_mod
+        if new_masks.may_be_evaluated(text, mask_mod, "rows"):
+            lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+            block, outer = (mods.q_block, mods.kv_block), bits.outer(inputs, problem)
+            return new_masks.rows(text, mask_mod, lists, block, outer, problem.extent[1:3], find)
+    mask = mask_of(inputs, problem)
+    return None if mask is None else seen_rows.seen_by(mask)
 
 
-def _intervals(rows: _Rows, band: Band, extent: Extent) -> Intervals:
-    """What rows see within a band, for which the host waits."""
-    B, Sq, Sk = extent[:3]
-    i = torch.arange(Sq, device=rows.keys.device)
-    are_intervals = rows.keys == (rows.last - rows.first + 1).clamp(min=0)
-    first, last = rows.first, rows.last
-    if band.left is not None:
-        first = torch.maximum(first, i + (Sk - Sq - band.left))
-    if band.right is not None:
-        last = torch.minimum(last, i + (Sk - Sq + band.right))
-    number = (last - first + 1).clamp(min=0)
-    is_empty = number == 0
-    left = torch.where(is_empty, -Sk, i - first).amax()
-    right = torch.where(is_empty, -Sq, last - i).amax()
-    parallel = (i - left).clamp(min=0), (i + right).clamp(max=Sk - 1)
-    lies_so = is_empty | ((first == parallel[0]) & (last == parallel[1]))
-    is_band = (lies_so & (number == (parallel[1] - parallel[0] + 1).clamp(min=0))).all()
-    # A row that sees nothing is where the rows before it end.
-    ends = torch.where(is_empty, -1, last).cummax(-1).values
-    first = torch.where(is_empty, ends + 1, first)
-    is_ordered = (first.diff(dim=-1) >= 0).all() & (is_empty | (ends == last)).all()
-    last = ends
-    by_key = _of_keys(first, last, Sk)
-    hides_left = (first > 0).any() | (by_key[..., 1] < Sq - 1).any()
-    hides_right = (last < Sk - 1).any() | (by_key[..., 0] > 0).any()
-    flags = are_intervals.all(), is_band, is_ordered, hides_left, hides_right
-    numbers = [x.long() for x in (*flags, left, right, number.amax())]
-    intervals, has_band, ordered, on_left, on_right, before, after, most = torch.stack(numbers).tolist()
-    if not intervals or not most:
-        return NONE
-    if has_band and before + after >= 0:
-        # Positions of a program have one origin; a band's diagonal ends at the last query and the last key.
-        before, after = before + Sk - Sq, after - (Sk - Sq)
-        return Intervals(Band(None if before >= Sk - 1 else before, None if after >= Sq - 1 else after))
-    if not ordered or first.shape[1] > 1:
-        return NONE
-    by_row = torch.stack([first, last], -1)
-    beyond = by_key.new_tensor([Sq, Sq - 1]).expand(*by_key.shape[:2], 1, 2)
-    by_key = torch.cat([by_key, beyond], 2)
-    of_rows, of_keys = (x[:, 0].to(torch.int32).contiguous() for x in (by_row, by_key))
-    segments = _segments(first[:, 0].expand(B, Sq), last[:, 0].expand(B, Sq)) if Sq == Sk else None
-    return Intervals(bounds=Bounds(of_rows, of_keys, bool(on_left), bool(on_right), most, segments))
-
-
-_TILE_ROWS = 256
 _MOST_PADDED = 1.15
 """The most rows of tiles that begin where a segment does, for each row of the call: tiles that lie across
 segments load a tenth more blocks, and mask twice as many."""
 
 
-def _segments(first: Tensor, last: Tensor) -> Segments | None:
-    """The segments whose rows (B, S) see from `first` to `last`, which never decrease.
+def _decided(own: Judged, extent: Extent) -> Intervals:
+    """What serves rows best."""
+    (B, Sq, Sk), verdict = extent[:3], own.verdict
+    if verdict.has_gaps or not verdict.most:
+        return NONE
+    left, right = verdict.left, verdict.right
+    if not verdict.is_no_band and left + right >= 0:
+        # Positions of a program have one origin; a band's diagonal ends at the last query and the last key.
+        left, right = left + Sk - Sq, right - (Sk - Sq)
+        return Intervals(Band(None if left >= Sk - 1 else left, None if right >= Sq - 1 else right))
+    if verdict.decreases or own.bounds.shape[1] > 1:
+        return NONE
+    of_rows = own.bounds[:, 0]
+    by_key = _of_keys(of_rows[..., 0], of_rows[..., 1], Sk)
+    beyond = by_key.new_tensor([Sq, Sq - 1]).expand(len(by_key), 1, 2)
+    of_keys = torch.cat([by_key, beyond], 1)
+    of_rows, of_keys = (x.to(torch.int32).contiguous() for x in (of_rows, of_keys))
+    sides = bool(verdict.hides_left), bool(verdict.hides_right)
+    segments = _segments(own, B, Sq) if Sq == Sk else None
+    return Intervals(bounds=Bounds(of_rows, of_keys, *sides, verdict.most, segments))
 
-    None if that is something else, or if segments are so short that rows of tiles would be empty too often.
+
+def _segments(own: Judged, B: int, S: int) -> Segments | None:
+    """The documents that rows are, None if they are something else, or so short that rows of tiles would be
+    empty too often.
     """
-    S = first.shape[1]
-    i = torch.arange(S, device=first.device).expand_as(first)
-    begins = first == i
-    start = torch.where(begins, i, -1).cummax(-1).values
-    # The last row before the next one that begins.
-    before_next = torch.where(begins, i - 1, S - 1)[:, 1:].flip(-1).cummin(-1).values.flip(-1)
-    end = torch.nn.functional.pad(before_next, (0, 1), value=S - 1)
-    are_segments, is_causal = (first == start).all(), (last == i).all()
-    flags = are_segments & (is_causal | (last == end).all()), is_causal
-    exist, causal = torch.stack(flags).tolist()
-    if not exist:
+    verdict, entries = own.verdict, B // len(own.bounds)
+    if verdict.no_documents or (verdict.not_causal and verdict.not_whole):
         return None
-    starts = begins.flatten().nonzero()[:, 0]
-    ends = torch.cat([starts, starts.new_tensor([begins.numel()])])
-    lengths = ends.diff()
-    tiles = (lengths + (_TILE_ROWS - 1)) // _TILE_ROWS
-    longest, number = torch.stack([lengths.amax(), tiles.sum()]).tolist()
-    if number * _TILE_ROWS > _MOST_PADDED * begins.numel():
+    if entries * verdict.tiles * TILE_ROWS > _MOST_PADDED * B * S:
         return None
-    return Segments(ends.to(torch.int32), longest, causal)
+    starts = own.starts.to(torch.int32)
+    if entries > 1:
+        first_rows = torch.arange(0, B * S, S, dtype=torch.int32, device=starts.device)
+        starts = (first_rows[:, None] + starts).flatten()
+    return Segments(pad(starts, (0, 1), value=B * S), verdict.longest, not verdict.not_causal)
 
 
 def _of_keys(first: Tensor, last: Tensor, Sk: int) -> Tensor:
-    """The first and the last query that see each key, (B, H, Sk, 2), if bounds never decrease."""
-    keys = torch.arange(Sk, device=first.device).expand(*first.shape[:2], Sk).contiguous()
+    """The first and the last query that see each key, (B, Sk, 2), if bounds never decrease."""
+    keys = torch.arange(Sk, dtype=first.dtype, device=first.device).expand(len(first), Sk).contiguous()
     # Queries whose last key comes before the key are left of them; so many queries begin up to the key.
     lowest = torch.searchsorted(last.contiguous(), keys)
     highest = torch.searchsorted(first.contiguous(), keys, right=True) - 1

@@ -1,28 +1,32 @@
-"""A block mask's lists by kernels that evaluate mask_mod, where masks of one function are made again and again.
+"""Block masks and what their rows see, by kernels that evaluate mask_mod: for masks that are made again.
 
-A kernel takes its time to compile, once for a function, so the first mask of each is left to torch's operators.
+A kernel takes its time to compile, once for a function: the first mask of each is left to torch's operators.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 
 from ... import forks
 from ...kernels.common import lowering
 from ...reference.flex import Mod
-from ..compiled.targets import BLOCK_LISTS, Find
-from . import dispatch
+from ..compiled.targets import BLOCK_LISTS, BLOCK_ROWS, Find
 from .captured import captured_of
+from .tables import Lists, new_states
+from .tiled import program_of
 
 _MOST = 1 << 28
 """Scores up to which all are evaluated; bounds of blocks tell most of larger masks (`flex.block_mask`)."""
 _MOST_FUNCTIONS = 1 << 10
-_repeated: dict[tuple[str, torch.device], bool] = {}
+_DEVICES = ("cuda",)
+_known: set[tuple[object, ...]] = set()
 _counting = forks.Lock()
 
 
@@ -39,32 +43,50 @@ class BlockLists(NamedTuple):
     full_q_indices: Tensor | None
 
 
-def find_for(mod: Mod, sizes: Sequence[int], device: torch.device) -> Find | None:
-    """What finds kernels that evaluate a function, if they should: not for its first mask.
+def may_be_evaluated(text: str, mod: Mod, purpose: str) -> bool:
+    """Whether kernels should evaluate a function for some purpose: not the first time.
 
-    sizes: B, H, Sq and Sk of the mask.
+    text: the program's.
     """
-    text = mod.program.text()
-    if device.type != "cuda" or math.prod(sizes) > _MOST or not is_repeated(text, device):
-        return None
-    if lowering.limits("mask_mod", mod.program):
-        return None
-    return dispatch.find_on(device)
+    if mod.device.type not in _DEVICES or not is_known(text, purpose, mod.device):
+        return False
+    if any(type(x) is not Tensor or x.device != mod.device for x in mod.tensors):
+        return False
+    if _len_torch_dispatch_stack() or _are_functorch_transforms_active():
+        return False
+    return _is_served(text)
 
 
-def is_repeated(text: str, device: torch.device) -> bool:
-    """Whether a function has been asked for before; it counts from now on."""
-    key = text, device
+@lru_cache(maxsize=_MOST_FUNCTIONS)
+def _is_served(text: str) -> bool:
+    """Whether kernels can evaluate a program."""
+    return not lowering.limits("mask_mod", program_of(text))
+
+
+def is_known(*key: object) -> bool:
+    """Whether this was asked before; it counts from now on."""
     with _counting.held():
-        found = key in _repeated
-        if not found:
-            if len(_repeated) >= _MOST_FUNCTIONS:
-                _repeated.clear()
-            _repeated[key] = True
-        return found
+        if key in _known:
+            return True
+        if len(_known) >= _MOST_FUNCTIONS:
+            _known.clear()
+        _known.add(key)
+        return False
 
 
-def lists(mod: Mod, sizes: Sequence[int], block: Sequence[int], find: Find, *, has_full: bool) -> BlockLists:
+def find_for(text: str, mod: Mod, sizes: Sequence[int]) -> Find | None:
+    """What finds the kernels that make the lists of a mask (B, H, Sq, Sk), if they should."""
+    if math.prod(sizes) > _MOST or not may_be_evaluated(text, mod, "lists"):
+        return None
+    # What chooses a backend needs all of them.
+    from .dispatch import find_on
+
+    return find_on(mod.device)
+
+
+def lists(
+    text: str, mod: Mod, sizes: Sequence[int], block: Sequence[int], find: Find, *, has_full: bool
+) -> BlockLists:
     """The lists of a mask (B, H, Sq, Sk) by blocks of queries and keys; equal to what torch makes.
 
     has_full: whether full blocks have lists of their own.
@@ -79,7 +101,38 @@ def lists(mod: Mod, sizes: Sequence[int], block: Sequence[int], find: Find, *, h
 
     made = [(new(rows, columns), new(columns, rows)) for _ in range(1 + has_full)]
     partial, full = made[0], made[1] if has_full else None
-    make = find(BLOCK_LISTS, (mod.program.text(), has_full))
+    make = find(BLOCK_LISTS, (text, has_full))
     make(captured_of(mod), (*lengths, *block), states, partial, full)
-    of_rows, of_columns = full or ((None, None), (None, None))
-    return BlockLists(*partial[0], *of_rows, *partial[1], *of_columns)
+    nothing = None, None
+    of_rows, of_columns = (nothing, nothing) if full is None else full
+    return BlockLists(
+        partial[0][0],
+        partial[0][1],
+        of_rows[0],
+        of_rows[1],
+        partial[1][0],
+        partial[1][1],
+        of_columns[0],
+        of_columns[1],
+    )
+
+
+def rows(
+    text: str,
+    mod: Mod,
+    lists: Lists,
+    block: Sequence[int],
+    outer: Sequence[int],
+    lengths: Sequence[int],
+    find: Find,
+) -> Tensor:
+    """What each query sees of a block mask, (3, B or 1, Hq or 1, Sq) int32: the number of keys, the first one
+    and the last one; Sk and -1 if there are none.
+
+    block, lengths: queries and keys of a block, and of the call. outer: the result's batch entries and heads.
+    """
+    own = new_states(lists, block, lengths)
+    seen = own.states.new_empty(3, *outer, lengths[0], dtype=torch.int32)
+    make = find(BLOCK_ROWS, (text, own.full is not None))
+    make(*own.lists, own.states, captured_of(mod), (lengths[1], *block), seen)
+    return seen

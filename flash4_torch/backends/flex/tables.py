@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +97,7 @@ def new_states(lists: Lists, block: Sequence[int], lengths: Sequence[int]) -> Ne
     if given < rows:
         limit = f"they must have {rows} for {lengths[0]} queries"
         raise ShapeError("block_mask", f"lists of {given} rows of {block[0]} queries", limit)
-    states = listed[0].new_empty(outer_of(lists) + (rows, _ceil(lengths[1], block[1])), dtype=torch.uint8)
+    states = listed[0].new_empty((*outer_of(lists), rows, _ceil(lengths[1], block[1])), dtype=torch.uint8)
     return NewStates(listed, full, states)
 
 
@@ -176,9 +177,10 @@ def apart(device: torch.device, make: Callable[[], T]) -> T:
     """What `make` makes, by another thread on this one's stream.
 
     While torch.compile prepares a CUDA graph, this thread's allocations come from the graph's memory, where
-    nothing may stay; another thread's allocations do not.
+    nothing may stay; another thread's allocations do not. Without the module that prepares them there is no
+    other thread: it takes the host half a millisecond.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or "torch._inductor.cudagraph_trees" not in sys.modules:
         return make()
     stream = torch.cuda.current_stream(device)
 

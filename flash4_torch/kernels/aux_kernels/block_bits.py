@@ -1,8 +1,8 @@
-"""Evaluates mask_mod where a block mask's blocks are partial, and writes attn_mask's tables of what both show.
+"""Evaluates mask_mod where a block mask's blocks are partial; writes attn_mask's tables of what both show.
 
 The first kernel writes the states of the mask's blocks. The second has a CTA for each tile of an attention
-kernel, and nothing to do where all that the tile overlaps is empty. Elsewhere a thread has 32 columns of a row,
-a word of the row's bits, and evaluates them if any lies in a partial block. The third lists the tiles that see
+kernel, and nothing to do where all that the tile overlaps is empty. Elsewhere a thread has 32 columns of a
+row, a word of its bits, and evaluates them if any lies in a partial block. The third lists the tiles that see
 anything.
 """
 
@@ -17,7 +17,7 @@ from cutlass import Boolean, Int32, Uint32, Uint64
 from cutlass.memory import SmemAllocator
 
 from ..common import host, mods, programs
-from ..common.attn_mask import Mask, MaskArgs, example_args, make_mask, within
+from ..common.attn_mask import MaskArgs, example_args, make_mask, within
 from ..common.lowering import Layout, Lowering, lower
 from ..common.mask_tables import PANEL, MaskPlan
 from ..common.programs import Arguments, Captured, Columns, arguments_of
@@ -139,7 +139,8 @@ def bits_kernel(
     _, H, rows, columns = mask.values.shape
     _, HB, MB, NB = mask.blocks.shape
     n, rest = group % NB, group // NB
-    m, head_block, batch = rest % MB, rest // MB % HB, rest // MB // HB
+    m, rest = rest % MB, rest // MB
+    head_block, batch = rest % HB, rest // HB
     bits, state = mask.bits, SmemAllocator().allocate_tensor(Int32, cute.make_layout(1))
 
     B, Hb, _, _ = evaluated.states.shape
@@ -182,7 +183,7 @@ def _evaluate(
     evaluated: Evaluated, plan: cutlass.Constexpr, batch: Int32, head: Int32, word: _Word, end: Int32
 ) -> Uint32:
     """Bits of what a word's columns before `end` show."""
-    B, Hb, rows, columns = evaluated.states.shape
+    B, Hb, rows, _ = evaluated.states.shape
     states = evaluated.states[
         within(batch, B), within(head, Hb), within(word.row // evaluated.block.rows, rows), None
     ]
@@ -201,9 +202,7 @@ def _evaluate(
 
 
 @cute.jit
-def _result(
-    evaluated: Evaluated, plan: cutlass.Constexpr, batch: Int32, head: Int32, word: _Word
-) -> Uint32:
+def _result(evaluated: Evaluated, plan: cutlass.Constexpr, batch: Int32, head: Int32, word: _Word) -> Uint32:
     """Bits of mask_mod's results."""
     lowering, arguments, bits = plan.lowering, arguments_of(evaluated.captured), Uint32(0)
     row = programs.begin(lowering, arguments, batch, (head,), (word.row,))

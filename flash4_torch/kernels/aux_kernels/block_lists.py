@@ -1,8 +1,8 @@
 """Evaluates mask_mod everywhere and writes a block mask's lists: the blocks that show anything.
 
-The first kernel has a CTA for each block, whose threads evaluate 8 neighbouring keys of a query at a time. The
-second has a CTA for each row of blocks, and one for each column: it lists the blocks in order, and behind them
-the others.
+The first kernel has a CTA for each block, whose threads evaluate 8 neighbouring keys of a query at a time.
+The second has a CTA for each row of blocks, and one for each column: it lists the blocks in order, and behind
+them the others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,15 @@ def compile_block_lists(mask_mod: str, has_full: bool) -> Any:
     lists = [Lists(example_lists(), example_lists()) for _ in range(1 + has_full)]
     sizes = Sizes(*(Int32(1) for _ in Sizes._fields))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    given = captured, sizes, host.strided(Uint8, 4), lists[0], lists[1] if has_full else None, mask_mod, stream
+    given = (
+        captured,
+        sizes,
+        host.strided(Uint8, 4),
+        lists[0],
+        lists[1] if has_full else None,
+        mask_mod,
+        stream,
+    )
     return cute.compile(block_lists, *given, options="--enable-tvm-ffi")
 
 
@@ -113,7 +121,7 @@ def states_kernel(
 
 
 def _evaluate(captured: Captured | None, mask_mod: str, place: Any, first: Int32, number: Int32) -> Int32:
-    """What the first `number` of neighbouring keys show to a query, given by batch entry, head and position."""
+    """What the first `number` of neighbouring keys show to a query: its batch entry, head and position."""
     lowering, arguments, found = lower(mask_mod, Layout()), arguments_of(captured), [Int32(0)]
     batch, head, position = place
     row = programs.begin(lowering, arguments, batch, (head,), (position,))
@@ -156,7 +164,6 @@ def _list(
 ) -> None:
     """List a line's blocks whose states are from `low` to `high`, and behind them the others."""
     thread, _, _ = cute.arch.thread_idx()
-    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     counts = SmemAllocator().allocate_tensor(Int32, cute.make_layout(_WARPS), byte_alignment=16)
     length, numbers, targets = line.shape[0], lists.counts, lists.columns[(*place, None)]
     total = Int32(0)
