@@ -70,7 +70,7 @@ def create_block_mask(
     # They need much that not every import of the package should load.
     from torch.nn.attention.flex_attention import BlockMask
 
-    from ..backends.flex import new_masks
+    from ..backends.flex import dispatch, new_masks
     from .trace import MASK, trace
 
     if not callable(mask_mod):
@@ -91,7 +91,8 @@ def create_block_mask(
         batch, heads = sizes["B"], sizes["H"]
         mod = Mod(traced.program, traced.tensors, traced.scalars, where)
         text, shape = traced.text, (batch, heads, Q_LEN, KV_LEN)
-        if (find := new_masks.find_for(text, mod, shape)) is not None:
+        find = dispatch.find_on(where) if new_masks.may_be_made(text, mod, shape) else None
+        if find is not None:
             by_kernels = new_masks.lists(text, mod, shape, block, find, has_full=separate_full_blocks)
             return BlockMask((Q_LEN, KV_LEN), *by_kernels, BLOCK_SIZE=(block[0], block[1]), mask_mod=mask_mod)
         state = _table(traced, shape, (block[0], block[1]), where)

@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"backends", "flex", "reference"},
     "fast_path": {"ops", "backends"},
     "attend": {"fast_path", "ops"},
+    "flex.block_mask": {"flex", "backends", "reference"},
     "flex.call": {"flex", "ops"},
     "api": {"fast_path", "ops", "backends", "flex.call", "flex.repeated"},
     "kvcache": {"fast_path", "ops", "backends", "reference"},

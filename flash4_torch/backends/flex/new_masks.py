@@ -17,6 +17,7 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from ... import forks
 from ...kernels.common import lowering
 from ...reference.flex import Mod
+from ..compiled.served import missing_packages
 from ..compiled.targets import BLOCK_LISTS, BLOCK_ROWS, Find
 from .captured import captured_of
 from .tables import Lists, new_states
@@ -54,7 +55,7 @@ def may_be_evaluated(text: str, mod: Mod, purpose: str) -> bool:
         return False
     if _len_torch_dispatch_stack() or _are_functorch_transforms_active():
         return False
-    return _is_served(text)
+    return _is_served(text) and not missing_packages(exported=False)
 
 
 @lru_cache(maxsize=_MOST_FUNCTIONS)
@@ -74,14 +75,9 @@ def is_known(*key: object) -> bool:
         return False
 
 
-def find_for(text: str, mod: Mod, sizes: Sequence[int]) -> Find | None:
-    """What finds the kernels that make the lists of a mask (B, H, Sq, Sk), if they should."""
-    if math.prod(sizes) > _MOST or not may_be_evaluated(text, mod, "lists"):
-        return None
-    # What chooses a backend needs all of them.
-    from .dispatch import find_on
-
-    return find_on(mod.device)
+def may_be_made(text: str, mod: Mod, sizes: Sequence[int]) -> bool:
+    """Whether kernels should make the lists of a mask (B, H, Sq, Sk)."""
+    return math.prod(sizes) <= _MOST and may_be_evaluated(text, mod, "lists")
 
 
 def lists(
