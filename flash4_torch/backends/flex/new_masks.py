@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 
-from ... import forks
 from ...kernels.common import lowering
 from ...reference.flex import Mod
 from ..compiled.served import missing_packages
@@ -28,7 +27,6 @@ _MOST = 1 << 28
 _MOST_FUNCTIONS = 1 << 10
 _DEVICES = ("cuda",)
 _known: set[tuple[object, ...]] = set()
-_counting = forks.Lock()
 
 
 class BlockLists(NamedTuple):
@@ -65,14 +63,12 @@ def _is_served(text: str) -> bool:
 
 
 def is_known(*key: object) -> bool:
-    """Whether this was asked before; it counts from now on."""
-    with _counting.held():
-        if key in _known:
-            return True
-        if len(_known) >= _MOST_FUNCTIONS:
-            _known.clear()
-        _known.add(key)
-        return False
+    """Whether this was asked before; it counts from now on. Two threads may both be the first."""
+    found = key in _known
+    if not found and len(_known) >= _MOST_FUNCTIONS:
+        _known.clear()
+    _known.add(key)
+    return found
 
 
 def may_be_made(text: str, mod: Mod, sizes: Sequence[int]) -> bool:
