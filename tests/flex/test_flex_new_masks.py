@@ -82,7 +82,7 @@ def test_results_and_gradients_of_new_masks(kind: str, launched: list[str]) -> N
     """Rows are judged by kernels, from the second mask on those of the function; what shows no intervals
     becomes bits.
     """
-    for n in range(3):
+    for n in range(2):
         mask_mod = documents(n, is_causal=True) if kind == "documents" else thirds(n)
         call = with_intervals(made(tensors(S, S), None, mask_mod), mask_mod)
         del launched[:]
@@ -94,7 +94,7 @@ def test_results_and_gradients_of_new_masks(kind: str, launched: list[str]) -> N
 
 def test_lists_without_a_function_are_looked_at_once(launched: list[str]) -> None:
     """Such as of attention that chooses blocks in each call: the next ones are visited as they are listed."""
-    for n in range(3):
+    for n in range(2):
         torch.manual_seed(n)
         states = torch.where(torch.rand(1, 1, 4, 4) < 0.6, FULL, EMPTY)
         states[..., 0, 0] = FULL
