@@ -177,10 +177,12 @@ def apart(device: torch.device, make: Callable[[], T]) -> T:
     """What `make` makes, by another thread on this one's stream.
 
     While torch.compile prepares a CUDA graph, this thread's allocations come from the graph's memory, where
-    nothing may stay; another thread's allocations do not. Without the module that prepares them there is no
-    other thread: it takes the host half a millisecond.
+    nothing may stay; another thread's allocations do not. It is not in inference mode either, whose tensors
+    may not be used outside of it. It takes the host half a millisecond, and where neither can be there is none.
     """
-    if device.type != "cuda" or "torch._inductor.cudagraph_trees" not in sys.modules:
+    if device.type != "cuda":
+        return make()
+    if "torch._inductor.cudagraph_trees" not in sys.modules and not torch.is_inference_mode_enabled():
         return make()
     stream = torch.cuda.current_stream(device)
 
