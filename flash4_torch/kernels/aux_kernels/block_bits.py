@@ -126,7 +126,7 @@ class _Word(NamedTuple):
     first: Int32
     """The first column of the panel."""
     number: Int32
-    """Which of the panel's words it is."""
+    """Its place among the panel's words."""
 
 
 @cute.kernel
