@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -63,6 +63,7 @@ NAMES = [name for name, function in FUNCTIONS.items() if function is not None]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("arch", ARCHS)
 @settings(max_examples=examples(8, 60), deadline=None, derandomize=True)
+@example(lengths=(150, 150), block=(14, 35), outer=(1, 1), has_full=True, schedule="eager")
 @given(
     lengths=st.tuples(st.integers(1, LONGEST), st.integers(1, LONGEST)),
     block=st.tuples(*[st.sampled_from([16, 64, 128, 1000]) | st.integers(5, 90)] * 2),
@@ -109,6 +110,7 @@ def test_more_blocks_than_threads() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("arch", ARCHS)
 @settings(max_examples=examples(8, 60), deadline=None, derandomize=True)
+@example(lengths=(20, LONGEST), block=(16, 5), outer=(1, 1), has_full=True, seed=0)
 @given(
     lengths=st.tuples(st.integers(1, 90), st.integers(1, LONGEST)),
     block=st.tuples(*[st.sampled_from([16, 64, 128, 1000]) | st.integers(5, 90)] * 2),
@@ -198,6 +200,22 @@ def test_rows_are_judged_as_by_torch(drawn: Any, band: tuple[Any, Any], schedule
     assert found.verdict == other
     own, wanted = (intervals._decided(x._replace(verdict=other), extent) for x in (found, wanted))
     assert repr(own) == repr(wanted)
+
+
+def test_rows_that_see_nothing_decrease_nothing() -> None:
+    """They are where the rows before them end: here the first ten of a window, and the last five."""
+    i = torch.arange(40)
+    first, last = (
+        torch.where(i < 35, (i + 5).clamp(min=15), 40),
+        torch.where(i < 35, (i + 5).clamp(max=39), -1),
+    )
+    is_empty = last < first
+    first, last = torch.where(is_empty, 40, first), torch.where(is_empty, -1, last)
+    seen = torch.stack([(last - first + 1).clamp(min=0), first, last]).int()[:, None, None]
+    found = seen_rows.judged_by_kernel(seen, Band(), Extent(1, 40, 40, 1, 1), found_on("sm_90a"))
+    assert is_empty.sum() == 15 and not found.verdict.decreases and not found.verdict.has_gaps
+    assert found.bounds[0, 0, :10].tolist() == [[0, -1]] * 10
+    assert found.bounds[0, 0, 35:].tolist() == [[40, 39]] * 5
 
 
 def test_the_verdict_names_what_the_kernel_counts() -> None:

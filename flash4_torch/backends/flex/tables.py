@@ -178,7 +178,7 @@ def apart(device: torch.device, make: Callable[[], T]) -> T:
 
     While torch.compile prepares a CUDA graph, this thread's allocations come from the graph's memory, where
     nothing may stay; another thread's allocations do not. It is not in inference mode either, whose tensors
-    may not be used outside of it. It takes the host half a millisecond, so there is none where neither can be.
+    may not be used outside of it. It takes the host half a millisecond: there is none where neither can be.
     """
     if device.type != "cuda":
         return make()
