@@ -243,15 +243,15 @@ def _found(inputs: FlexInputs, problem: FlexProblem, find: Find | None) -> Inter
     if seen is None:
         return NONE
     extent, band = problem.extent, problem.band
-    if find is not None and seen.dtype == torch.int32:
-        own = seen_rows.judged_by_kernel(seen, band, extent, find)
+    if find is not None and new_masks.are_evaluated_on(seen.device):
+        own = seen_rows.judged_by_kernel(seen.to(torch.int32), band, extent, find)
     else:
         own = seen_rows.judged(seen, band, extent)
     return _decided(own, extent)._replace(made={})
 
 
 def _seen(inputs: FlexInputs, problem: FlexProblem, find: Find | None) -> Tensor | None:
-    """What each row sees, None if that is not evaluated; int32 by kernels."""
+    """What each row sees, None if that is not evaluated."""
     mods, (_, mask_mod), device = inputs.mods, mods_of(inputs), inputs.q.device
     if find is not None and mask_mod is None and new_masks.is_known("", "rows", device):
         # Lists that come again and again: what they show is not worth its evaluation.

@@ -47,13 +47,18 @@ def may_be_evaluated(text: str, mod: Mod, purpose: str) -> bool:
 
     text: the program's.
     """
-    if mod.device.type not in _DEVICES or not is_known(text, purpose, mod.device):
+    if not are_evaluated_on(mod.device) or not is_known(text, purpose, mod.device):
         return False
     if any(type(x) is not Tensor or x.device != mod.device for x in mod.tensors):
         return False
     if _len_torch_dispatch_stack() or _are_functorch_transforms_active():
         return False
     return _is_served(text) and not missing_packages(exported=False)
+
+
+def are_evaluated_on(device: torch.device) -> bool:
+    """Whether kernels are faster there than torch's operators, one after another."""
+    return device.type in _DEVICES
 
 
 @lru_cache(maxsize=_MOST_FUNCTIONS)
