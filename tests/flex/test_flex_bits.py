@@ -112,6 +112,29 @@ def test_bits_stand_for_masks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reduced().bits is None
 
 
+def test_masks_of_tensors_made_for_each_call_have_bits_if_they_are_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So have those of few queries; the first one is evaluated whatever its size."""
+    width = torch.tensor([2])
+    mask_mod: Mod = lambda b, h, i, j: (i + j) % (width + 0)[0 * b] == 1  # noqa: E731
+    mask = flash4_torch.create_block_mask(mask_mod, None, None, 90, 90, "cpu", 16)
+
+    def served() -> intervals.Reduced:
+        q = torch.empty(1, 90, H, 8)
+        inputs = FlexInputs(q, q, q, traced(q, q, None, mask_mod, mask))
+        return intervals.reduced(inputs, describe(inputs, CallOptions(1.0)), has_bits=True)
+
+    assert served().bits is not None
+    assert all(served().bits is None and served().problem.spec.mask_mod for _ in range(2))
+    for name, value in (("_LEAST", 90 * 90 * H), ("_FEW_QUERIES", 90)):
+        with monkeypatch.context() as patch:
+            patch.setattr(bits, name, value)
+            assert served().bits is not None and served().problem.spec.block is None
+    monkeypatch.setattr(bits, "_LEAST", 90 * 90 * H + 1)
+    assert served().bits is None
+
+
 def test_documents_have_bits_next_to_dropout() -> None:
     """Bounds of rows are not served there."""
     q, document = torch.empty(1, 90, H, 8), torch.arange(90) // 17
