@@ -17,7 +17,7 @@ from ...flex import ramp
 from ...flex.program import Derivative, parse_derivative
 from ...flex_problem import FlexGradients, FlexInputs, FlexProblem, FlexSaved, new_out
 from ...kernels.common import lowering
-from ...problem import Inputs, Problem, Saved, Spec
+from ...problem import Inputs, Saved
 from .. import tile_counters
 from ..base import Order, Results
 from ..compiled import TARGETS, Target, backward, forward, limits, prepared
@@ -34,6 +34,7 @@ from .base import FlexBackwardLaunch, FlexLaunch
 from .bits import TablesOf
 from .captured import element, scalars_of
 from .intervals import Bounds, Reduced, Segments
+from .plain import plain_inputs, plain_problem
 from .tables import TileSize, kept, tables
 from .tiled import mods_of, program_of
 
@@ -300,39 +301,6 @@ def _of_segments(problem: FlexProblem, segments: Segments) -> FlexProblem:
     spec = spec._replace(left=False, right=band.right is not None)
     extent = problem.extent._replace(B=len(segments.ends) - 1, Sq=longest, Sk=longest)
     return problem._replace(spec=spec, extent=extent, band=band)
-
-
-@lru_cache(maxsize=1024)
-def plain_problem(problem: FlexProblem) -> Problem:
-    """The problem without its programs and blocks; bits are an attn_mask."""
-    s = problem.spec
-    spec = Spec(
-        device=s.device,
-        dtype=s.dtype,
-        D=s.D,
-        Dv=s.Dv,
-        group=s.group,
-        varlen=s.varlen,
-        left=s.left,
-        right=s.right,
-        softcap=s.softcap,
-        mask="bool" if s.bits else "",
-        dropout=s.dropout,
-        deterministic=s.deterministic,
-        sinks=s.sinks,
-        capability=s.capability,
-        backward=s.backward,
-        dlse=s.dlse,
-        segments=s.segments,
-    )
-    return Problem(spec, problem.extent, problem.scale, problem.band, problem.softcap, problem.dropout_p)
-
-
-def plain_inputs(inputs: FlexInputs) -> Inputs:
-    """The tensors of a call without its programs and blocks."""
-    mods = inputs.mods
-    beside = None, mods.sinks, mods.rng_state, mods.cu_seqlens_q, mods.cu_seqlens_k
-    return Inputs(*inputs[:3], *beside)
 
 
 class Kernel(NamedTuple):

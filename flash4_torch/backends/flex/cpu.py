@@ -20,8 +20,8 @@ from ...reference.scoring import working_dtype
 from .. import cpu, tiled
 from ..base import Backend
 from . import bits, intervals
-from .compiled import plain_inputs, plain_problem
 from .partial_blocks import mask_of
+from .plain import plain_inputs, plain_problem
 from .tiled import Tiled
 
 _MOST_SCORES = 1 << 25
