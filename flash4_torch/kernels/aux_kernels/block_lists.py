@@ -18,6 +18,7 @@ from cutlass.memory import SmemAllocator
 from ..common import host, mods, programs
 from ..common.lowering import Layout, lower
 from ..common.programs import Captured, Columns, arguments_of
+from ..common.running import running_count
 from .block_tables import BlockLists, example_lists
 
 _STATE_THREADS = 256
@@ -168,14 +169,14 @@ def _list(
     length, numbers, targets = line.shape[0], lists.counts, lists.columns[(*place, None)]
     total = Int32(0)
     for first in cutlass.range(0, length, _LIST_THREADS, unroll=1):
-        total = total + _count(_is_listed(line, first + thread, low, high), counts)[1]
+        total = total + running_count(_is_listed(line, first + thread, low, high), counts)[1]
     if thread == 0:
         numbers[place] = total
     before = Int32(0)
     for first in cutlass.range(0, length, _LIST_THREADS, unroll=1):
         n = first + thread
         listed = _is_listed(line, n, low, high)
-        own, more = _count(listed, counts)
+        own, more = running_count(listed, counts)
         own, before = before + own, before + more
         at = cutlass.select_(listed, own, total + n - own)
         if n < length:
@@ -189,20 +190,3 @@ def _is_listed(line: cute.Tensor, n: Int32, low: cutlass.Constexpr, high: cutlas
         state = line[n].to(Int32)
         listed = (state >= low) & (state <= high)
     return listed
-
-
-@cute.jit
-def _count(listed: Boolean, counts: cute.Tensor) -> tuple[Int32, Int32]:
-    """How many threads before this one have `listed`, and how many of all."""
-    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    ballot = cute.arch.vote_ballot_sync(listed)
-    # All have read the counts of the turn before.
-    cute.arch.sync_threads()
-    if lane == 0:
-        counts[warp] = cute.arch.popc(ballot)
-    cute.arch.sync_threads()
-    before, total = cute.arch.popc(ballot & Int32(cute.arch.lanemask_lt())), Int32(0)
-    for w in cutlass.range_constexpr(_WARPS):
-        total = total + counts[w]
-        before = before + (counts[w] if w < warp else 0)
-    return before, total

@@ -17,6 +17,7 @@ from cutlass.memory import SmemAllocator
 
 from ..common import host
 from ..common.row_verdicts import NUMBERS, TILE_ROWS, Verdict
+from ..common.running import running_count
 
 _THREADS = 512
 _WARP = 32
@@ -136,7 +137,7 @@ def _bound(
     decreases = (i < Sq) & (number != 0) & (end != last)
     begin = cutlass.select_(is_empty, end + 1, first)
     starts_here = is_there & (begin == row)
-    place, more = _running_count(starts_here, room)
+    place, more = running_count(starts_here, room[None, 1])
     if is_there:
         own[row, 0] = begin
         own[row, 1] = end
@@ -201,21 +202,6 @@ def _running_max(x: Int32, room: cute.Tensor) -> tuple[Int32, Int32]:
         x = cutlass.select_(w < warp, cutlass.max(x, room[w, 0]), x)
         greatest = cutlass.max(greatest, room[w, 0])
     return x, greatest
-
-
-@cute.jit
-def _running_count(holds: Boolean, room: cute.Tensor) -> tuple[Int32, Int32]:
-    """How many threads before this one, and how many of all."""
-    warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    ballot = cute.arch.vote_ballot_sync(holds)
-    if lane == 0:
-        room[warp, 1] = cute.arch.popc(ballot)
-    cute.arch.sync_threads()
-    before, total = cute.arch.popc(ballot & Int32(cute.arch.lanemask_lt())), Int32(0)
-    for w in cutlass.range_constexpr(_WARPS):
-        before = before + cutlass.select_(w < warp, room[w, 1], Int32(0))
-        total = total + room[w, 1]
-    return before, total
 
 
 @cute.jit
