@@ -92,6 +92,15 @@ def test_results_and_gradients_of_new_masks(kind: str, launched: list[str]) -> N
         assert launched == rows + [BLOCK_BITS] * 2 * (kind == "thirds")
 
 
+def test_rows_of_large_masks_are_left_to_torch(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operators know how much of them is partial before they evaluate it."""
+    monkeypatch.setattr(new_masks, "_MOST_OF_ROWS", S * S - 1)
+    for n in range(2):
+        mask_mod = documents(n, is_causal=True)
+        check(with_intervals(made(tensors(S, S), None, mask_mod), mask_mod), "sm_90a", SCHEDULES[0])
+    assert launched == [ROW_INTERVALS] * 2
+
+
 def test_lists_without_a_function_are_looked_at_once(launched: list[str]) -> None:
     """Such as of attention that chooses blocks in each call: the next ones are visited as they are listed."""
     for n in range(2):

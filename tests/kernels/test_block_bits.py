@@ -26,6 +26,7 @@ from flash4_torch.testing import emulate
 from test_block_tables import POISON, compiled, lists_of
 
 B, H = 2, 4
+BLOCKS = st.tuples(*[st.sampled_from([16, 48, 64, 128, 1000]) | st.integers(5, 90)] * 2)
 LONGEST = 330
 
 
@@ -81,7 +82,7 @@ def made(arch: str, inputs: FlexInputs, plan: MaskPlan, is_transposed: bool, sch
 @settings(max_examples=examples(12, 100), deadline=None, derandomize=True)
 @given(
     lengths=st.tuples(st.integers(1, LONGEST), st.integers(1, LONGEST)),
-    block=st.tuples(*[st.sampled_from([16, 48, 64, 128, 1000]) | st.integers(5, 90)] * 2),
+    block=BLOCKS,
     outer=st.tuples(st.sampled_from([1, B]), st.sampled_from([1, H])),
     tile=st.sampled_from([(64, 176, 2), (192, 80, 1), (16, 128, 4)][: examples(2, 3)]),
     is_transposed=st.booleans(),

@@ -22,7 +22,7 @@ from flash4_torch.masks import Band
 from flash4_torch.problem import Extent
 from flash4_torch.reference.flex import FULL, PARTIAL, Mod
 from flash4_torch.testing import emulate
-from test_block_bits import FUNCTIONS, LONGEST, B, H, shown_by
+from test_block_bits import BLOCKS, FUNCTIONS, LONGEST, B, H, shown_by
 from test_block_tables import POISON, compiled, lists_of
 
 WRITTEN = {BLOCK_LISTS: slice(2, 5), BLOCK_ROWS: slice(2, 6, 3), ROW_INTERVALS: slice(2, 5)}
@@ -66,7 +66,7 @@ NAMES = [name for name, function in FUNCTIONS.items() if function is not None]
 @example(lengths=(150, 150), block=(14, 35), outer=(1, 1), has_full=True, schedule="eager")
 @given(
     lengths=st.tuples(st.integers(1, LONGEST), st.integers(1, LONGEST)),
-    block=st.tuples(*[st.sampled_from([16, 64, 128, 1000]) | st.integers(5, 90)] * 2),
+    block=BLOCKS,
     outer=st.tuples(st.integers(1, B), st.integers(1, H)),
     has_full=st.booleans(),
     schedule=st.sampled_from(["eager", "fuzz"]),
@@ -113,7 +113,7 @@ def test_more_blocks_than_threads() -> None:
 @example(lengths=(20, LONGEST), block=(16, 5), outer=(1, 1), has_full=True, seed=0)
 @given(
     lengths=st.tuples(st.integers(1, 90), st.integers(1, LONGEST)),
-    block=st.tuples(*[st.sampled_from([16, 64, 128, 1000]) | st.integers(5, 90)] * 2),
+    block=BLOCKS,
     outer=st.tuples(st.sampled_from([1, B]), st.sampled_from([1, H])),
     has_full=st.booleans(),
     seed=st.integers(0, 99),

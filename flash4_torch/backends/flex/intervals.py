@@ -257,11 +257,10 @@ def _seen(inputs: FlexInputs, problem: FlexProblem, find: Find | None) -> Tensor
         # Lists that come again and again: what they show is not worth its evaluation.
         return None
     if find is not None and mask_mod is not None:
-        text = mods.mask_mod
-        if new_masks.may_be_evaluated(text, mask_mod, "rows"):
+        text, outer, lengths = mods.mask_mod, bits.outer(inputs, problem), problem.extent[1:3]
+        if new_masks.may_be_looked_at(text, mask_mod, (*outer, *lengths)):
             lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
-            block, outer = (mods.q_block, mods.kv_block), bits.outer(inputs, problem)
-            return new_masks.rows(text, mask_mod, lists, block, outer, problem.extent[1:3], find)
+            return new_masks.rows(text, mask_mod, lists, (mods.q_block, mods.kv_block), outer, lengths, find)
     mask = mask_of(inputs, problem)
     return None if mask is None else seen_rows.seen_by(mask)
 

@@ -24,6 +24,9 @@ from .tiled import program_of
 
 _MOST = 1 << 28
 """Scores up to which all are evaluated; bounds of blocks tell most of larger masks (`flex.block_mask`)."""
+_MOST_OF_ROWS = 1 << 30
+"""Scores up to which rows are looked at; those in partial blocks are evaluated, and the host does not know
+how many these are."""
 _MOST_FUNCTIONS = 1 << 10
 _DEVICES = ("cuda",)
 _known: set[tuple[object, ...]] = set()
@@ -76,6 +79,11 @@ def is_known(*key: object) -> bool:
     return found
 
 
+def may_be_looked_at(text: str, mod: Mod, sizes: Sequence[int]) -> bool:
+    """Whether kernels should look at the rows of a mask (B, H, Sq, Sk)."""
+    return math.prod(sizes) <= _MOST_OF_ROWS and may_be_evaluated(text, mod, "rows")
+
+
 def may_be_made(text: str, mod: Mod, sizes: Sequence[int]) -> bool:
     """Whether kernels should make the lists of a mask (B, H, Sq, Sk)."""
     return math.prod(sizes) <= _MOST and may_be_evaluated(text, mod, "lists")
@@ -100,18 +108,9 @@ def lists(
     partial, full = made[0], made[1] if has_full else None
     make = find(BLOCK_LISTS, (text, has_full))
     make(captured_of(mod), (*lengths, *block), states, partial, full)
-    nothing = None, None
-    of_rows, of_columns = (nothing, nothing) if full is None else full
-    return BlockLists(
-        partial[0][0],
-        partial[0][1],
-        of_rows[0],
-        of_rows[1],
-        partial[1][0],
-        partial[1][1],
-        of_columns[0],
-        of_columns[1],
-    )
+    kv, q = partial
+    full_kv, full_q = ((None, None), (None, None)) if full is None else full
+    return BlockLists(kv[0], kv[1], full_kv[0], full_kv[1], q[0], q[1], full_q[0], full_q[1])
 
 
 def rows(

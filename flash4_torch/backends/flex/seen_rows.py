@@ -25,7 +25,8 @@ class Judged(NamedTuple):
     """(B or 1, Hq or 1, Sq, 2) integers: the first and the last key of each row within the band; a row that
     sees nothing has its place where the rows before it end."""
     starts: Tensor
-    """Rows of all batch entries, one after another, whose first key is at their own position."""
+    """Rows of all batch entries, one after another, whose first key is at their own position; none if heads
+    differ."""
 
 
 def seen_by(mask: Mask) -> Tensor | None:
@@ -82,8 +83,9 @@ def judged(seen: Tensor, band: Band, extent: Extent) -> Judged:
     lengths = torch.where(begins, end - i + 1, 0)
     flags = has_gaps, decreases, ~is_band, first > 0, last < Sk - 1, first != start, last != i, last != end
     numbers = left, right, number.amax(), begins.sum(), lengths.amax(), (-(-lengths // TILE_ROWS)).sum()
+    starts = begins.flatten().nonzero()[:, 0] if seen.shape[2] == 1 else last.new_empty(0)
     found = torch.stack([*(x.any().long() for x in flags), *numbers]).tolist()
-    return Judged(Verdict(*found), torch.stack([first, last], -1), begins.flatten().nonzero()[:, 0])
+    return Judged(Verdict(*found), torch.stack([first, last], -1), starts)
 
 
 def judged_by_kernel(seen: Tensor, band: Band, extent: Extent, find: Find) -> Judged:
@@ -97,8 +99,8 @@ def judged_by_kernel(seen: Tensor, band: Band, extent: Extent, find: Find) -> Ju
         seen.view(3, groups, Sq), (Sk, *sides), bounds.view(groups, Sq, 2), starts, numbers
     )
     verdicts = [Verdict(*own) for own in numbers.tolist()]
-    whole = [starts[n, : own.starts] + n * Sq for n, own in enumerate(verdicts)]
-    return Judged(_of_all(verdicts), bounds, whole[0] if groups == 1 else torch.cat(whole))
+    whole = [starts[n, : own.starts] + n * Sq for n, own in enumerate(verdicts if H == 1 else ())]
+    return Judged(_of_all(verdicts), bounds, torch.cat(whole) if whole else starts.new_empty(0))
 
 
 def _of_all(verdicts: Sequence[Verdict]) -> Verdict:

@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 from ..common import host, mods, programs
 from ..common.lowering import Layout, lower
 from ..common.programs import Captured, Columns, arguments_of
-from ..common.running import running_count
+from ..common.scan import prefix_count
 from .block_tables import BlockLists, example_lists
 
 _STATE_THREADS = 256
@@ -169,14 +169,14 @@ def _list(
     length, numbers, targets = line.shape[0], lists.counts, lists.columns[(*place, None)]
     total = Int32(0)
     for first in cutlass.range(0, length, _LIST_THREADS, unroll=1):
-        total = total + running_count(_is_listed(line, first + thread, low, high), counts)[1]
+        total = total + prefix_count(_is_listed(line, first + thread, low, high), counts)[1]
     if thread == 0:
         numbers[place] = total
     before = Int32(0)
     for first in cutlass.range(0, length, _LIST_THREADS, unroll=1):
         n = first + thread
         listed = _is_listed(line, n, low, high)
-        own, more = running_count(listed, counts)
+        own, more = prefix_count(listed, counts)
         own, before = before + own, before + more
         at = cutlass.select_(listed, own, total + n - own)
         if n < length:

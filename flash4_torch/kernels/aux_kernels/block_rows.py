@@ -49,10 +49,8 @@ def compile_block_rows(mask_mod: str, has_full: bool) -> Any:
     captured = Captured.example(lower(mask_mod, Layout()).program)
     full = example_lists() if has_full else None
     seen = host.compact(Int32, (3, *host.any_sizes(3)))
-    sizes, stream = (
-        Sizes(*(Int32(1) for _ in Sizes._fields)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
+    sizes = Sizes(*(Int32(1) for _ in Sizes._fields))
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     given = example_lists(), full, host.strided(Uint8, 4), captured, sizes, seen, mask_mod, stream
     return cute.compile(block_rows, *given, options="--enable-tvm-ffi")
 

@@ -17,7 +17,7 @@ from cutlass.memory import SmemAllocator
 
 from ..common import host
 from ..common.row_verdicts import NUMBERS, TILE_ROWS, Verdict
-from ..common.running import running_count
+from ..common.scan import prefix_count
 
 _THREADS = 512
 _WARP = 32
@@ -132,12 +132,12 @@ def _bound(
     last = cutlass.min(last, row + shift + call.right)
     number = cutlass.max(last - first + 1, 0)
     is_empty = (number == 0) | (i >= Sq)
-    end, greatest = _running_max(cutlass.select_(is_empty, Int32(-1), last), room)
+    end, greatest = _prefix_max(cutlass.select_(is_empty, Int32(-1), last), room)
     end = cutlass.max(end, before.last)
     decreases = (i < Sq) & (number != 0) & (end != last)
     begin = cutlass.select_(is_empty, end + 1, first)
     starts_here = is_there & (begin == row)
-    place, more = running_count(starts_here, room[None, 1])
+    place, more = prefix_count(starts_here, room[None, 1])
     if is_there:
         own[row, 0] = begin
         own[row, 1] = end
@@ -186,7 +186,7 @@ def _flag(holds: Boolean) -> Int32:
 
 
 @cute.jit
-def _running_max(x: Int32, room: cute.Tensor) -> tuple[Int32, Int32]:
+def _prefix_max(x: Int32, room: cute.Tensor) -> tuple[Int32, Int32]:
     """The greatest number of the threads up to this one, and of all."""
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     for step in cutlass.range_constexpr(5):

@@ -85,6 +85,7 @@ class Captured(NamedTuple):
 
 
 def arguments_of(captured: Captured | None) -> Arguments:
+    """The arguments that a kernel received."""
     tensors, scalars = captured or (None, None)
     return Arguments(tensors or (), scalars or ())
 

@@ -1,4 +1,4 @@
-"""Running counts over the threads of a CTA."""
+"""Scans over the threads of a CTA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cutlass import Boolean, Int32
 
 
 @cute.jit
-def running_count(holds: Boolean, counts: cute.Tensor) -> tuple[Int32, Int32]:
+def prefix_count(holds: Boolean, counts: cute.Tensor) -> tuple[Int32, Int32]:
     """How many threads before this one have `holds`, and how many of all.
 
     counts: (warps of the CTA,) int32 in shared memory, which may be in use by the count before.
