@@ -98,7 +98,7 @@ def lookup(
         if call is not None:
             recent.remember(memory.recent, place, tensors, call)
         return signature, call
-    except (TypeError, ValueError, RuntimeError):
+    except (AttributeError, TypeError, ValueError, RuntimeError):
         # A flag that is no number, or a tensor without strides: the slow path reports it.
         return None, None
 

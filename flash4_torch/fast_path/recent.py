@@ -3,14 +3,16 @@
 The check compares what a signature says of tensors (type, dispatch keys, dtype, device, sizes, strides,
 whether they require gradients) in a third of the time that it takes to write that down. Dispatch keys are
 those that a call would have here and now: modes, transforms, tracers and autocast change them, and lead past
-what was remembered without.
+what was remembered without. Nested tensors, which have no strides, would end the process; so somebody asks for
+them before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from torch import is_grad_enabled
+from torch import Tensor, is_grad_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo.guards import TensorGuards
 
@@ -65,7 +67,10 @@ def find(
         others, more = _pattern(others)
         tensors += more
     place = door, is_grad_enabled(), others, flags, *map(type, flags)
-    for guards, call in known.get(place, ()):
+    calls = known.get(place, ())
+    if q.is_nested or k.is_nested or v.is_nested or (len(tensors) > 3 and any_nested(tensors)):
+        return None, place, tensors
+    for guards, call in calls:
         if guards.check(*tensors):
             # What no check of types and sizes sees must be as it was when the call was prepared.
             q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -78,6 +83,11 @@ def find(
                 break
             return call, place, tensors
     return None, place, tensors
+
+
+def any_nested(tensors: Iterable[Tensor]) -> bool:
+    """Whether a tensor is nested, so that no guards may see it."""
+    return True in [x.is_nested for x in tensors]
 
 
 def _pattern(others: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[Any, ...]]:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
-from .recent import guard
+from .recent import any_nested, guard
 
 Call = TypeVar("Call")
 
@@ -31,6 +31,8 @@ class Repeated(Generic[Call]):
 
     def find(self, tensors: Sequence[Tensor]) -> Call | None:
         """The call whose tensors were like these. Guards see no addresses; here none may be null."""
+        if self.calls and any_nested(tensors):
+            return None
         for guards, call in self.calls:
             if guards.check(*tensors):
                 return call if all([x.data_ptr() for x in tensors]) else None

@@ -29,8 +29,11 @@ from flash4_torch.backends import tile_counters
 from flash4_torch.ops import impl
 from on_cpu import Machine, gpu
 
-# Torch's warning of its own tracer, when it is asked for and when forward mode loads it.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = [
+    # Torch's warning of its own tracer, when it is asked for and when forward mode loads it.
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+]
 
 
 @pytest.fixture
@@ -445,3 +448,69 @@ def test_another_backend_is_left_alone() -> None:
         for _ in range(3):
             attend(X.float())
     assert used == {("attention", "cpu"): 3}
+
+
+def _nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.randn(4, 2, 8), torch.randn(6, 2, 8)])
+
+
+def _with_mask(x: Any, mask: Any, **flags: Any) -> Any:
+    q, k, v = (torch.randn(2, 4, 2, 8) for _ in range(3))
+    return flash4_torch.attention(q if x is None else x, k, v, attn_mask=mask, **flags)
+
+
+def _cached(q: Any, used: Any) -> Any:
+    cache = torch.randn(2, 2, 16, 2, 8)
+    return flash4_torch.attention_kvcache(q, cache[0], cache[1], seqused_k=used)
+
+
+def _weighted(x: Any, padding: Any, need_weights: bool) -> Any:
+    module = flash4_torch.MultiheadAttention(16, 2, batch_first=True).eval()
+    with torch.no_grad():
+        return module(x, x, x, key_padding_mask=padding, need_weights=need_weights)
+
+
+Q = torch.randn(2, 4, 2, 8)
+# Calls, each with tensors like those that are remembered, of which one is then nested.
+REMEMBERED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "attention": (flash4_torch.attention, (Q, Q + 1, Q + 2)),
+    "sdpa": (flash4_torch.scaled_dot_product_attention, (Q, Q + 1, Q + 2)),
+    "mask": (_with_mask, (Q, torch.ones(2, 1, 4, 4, dtype=torch.bool))),
+    "kvcache": (_cached, (Q, torch.tensor([3, 9], dtype=torch.int32))),
+    "module": (partial(_weighted, need_weights=False), (Q.flatten(2), torch.zeros(2, 4, dtype=torch.bool))),
+    "weights": (partial(_weighted, need_weights=True), (Q.flatten(2), torch.zeros(2, 4, dtype=torch.bool))),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [(name, i) for name, (_, given) in REMEMBERED.items() for i in range(len(given))]
+)
+def test_a_nested_tensor_is_no_call_like_others(name: str, place: int) -> None:
+    """Torch's check of tensors ends the process that gives it a nested one."""
+    call, given = REMEMBERED[name]
+    nested = _nested() if given[0].dim() == 4 else torch.nested.nested_tensor([x[:3] for x in given[0]])
+    others = [nested if i == place else x for i, x in enumerate(given)]
+    fast_path.clear()
+    expected = _outcome(call, others)
+    for _ in range(4):
+        call(*given)
+    assert _outcome(call, others) == expected
+
+
+def _outcome(call: Callable[..., Any], given: list[Any]) -> Any:
+    """The kind of what is returned, or the error."""
+    try:
+        found = call(*given)
+    except Exception as error:
+        return type(error), str(error)
+    return [type(x) for x in found] if isinstance(found, tuple) else (type(found), found.is_nested)
+
+
+def test_a_nested_gradient_is_refused_as_at_first() -> None:
+    x = [torch.randn(2, 4, 2, 8, requires_grad=True) for _ in range(3)]
+    given = flash4_torch.attention(*x), [x[0]], [_nested()]
+    expected = _outcome(lambda *a: torch.autograd.grad(*a, retain_graph=True), list(given))
+    for _ in range(4):
+        flash4_torch.attention(*x).sum().backward()
+    given = flash4_torch.attention(*x), [x[0]], [_nested()]
+    assert _outcome(torch.autograd.grad, list(given)) == expected
