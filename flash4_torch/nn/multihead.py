@@ -18,7 +18,7 @@ from .. import ops
 from ..attend import Request
 from ..errors import ScriptError
 from ..fast_path import Door
-from ..ops.check import not_in_torchs_context_parallel
+from ..ops.check import is_stock_sdpa, not_in_torchs_context_parallel
 from ..problem import CallOptions
 from . import contract, padding, prepared, tracing
 from .contract import Call
@@ -189,6 +189,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         call = Call(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )
+        parameters = None
+        if type(self) is MultiheadAttention and not is_dynamo_compiling():
+            parameters = prepared.parameters_of(self)
+            if self.flash4_context_parallel is None and is_stock_sdpa():
+                known = prepared.recall(self, call, parameters)
+                if known is not None:
+                    return prepared.run(known, call, parameters)
         if not contract.has_kinds(call):
             if ops.is_recorded(*call):
                 return tracing.record(self, call)
@@ -199,15 +206,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(call)
         signature = None
-        if type(self) is MultiheadAttention and not is_dynamo_compiling():
-            parameters = prepared.parameters_of(self)
+        if parameters is not None:
             signature, known = prepared.lookup(self, call, parameters)
             if known is not None:
                 return prepared.run(known, call, parameters)
         contract.check(self, call)
 
         by_rule = contract.is_causal_by_rule(self, call)
-        if signature is not None:
+        if parameters is not None and signature is not None:
             # Self-attention. Its results may differ by a rounding, so that it serves the first call, too.
             options = self._options(0 if by_rule else None)
             materialized = prepared.record_materialized(signature, self, call, options)
@@ -226,7 +232,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_heads = average_attn_weights if need_weights else None
         request = Request(_DOOR, q, k, v, mask, self._options(window_right), average_heads)
         out, _, *weights = request.served()
-        if signature is not None:
+        if parameters is not None and signature is not None:
             known = prepared.record(signature, request.prepared(), self, call, not by_rule)
             if known is not None and known.is_fused:
                 # Its results may differ by a rounding, so that it serves the first call, too.

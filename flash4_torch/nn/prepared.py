@@ -18,7 +18,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
 
 from ..fast_path import FastAutograd, FastCall, recent
-from ..fast_path.conditions import must_take_slow_path
+from ..fast_path.conditions import guards_would_miss, must_take_slow_path
 from ..ops import autograd
 from ..problem import CallOptions, allows_tf32
 from . import evaluated, fused, materialized, padding
@@ -85,6 +85,37 @@ def parameters_of(module: nn.MultiheadAttention) -> _Parameters:
         )
 
 
+def recall(module: nn.MultiheadAttention, call: Call, parameters: _Parameters) -> Known | None:
+    """What serves a call whose like was looked up before; None if `lookup` must say.
+
+    Torch's check of all tensors stands for whatever the slow path asks of tensors and of the state of torch,
+    but for what is asked here.
+    """
+    query = call.query
+    if not (query is call.key is call.value) or guards_would_miss() or not _adds_nothing(module):
+        return None
+    try:
+        place, present = _place(module, call, parameters)
+        calls = _recent.get(place, ())
+        if calls and recent.any_nested(present):
+            return None
+        for guards, known in calls:
+            if guards.check(*present):
+                # What the check does not see must be as it was.
+                if not all([x.data_ptr() for x in present]):
+                    return None
+                if known.wants_grad and _top_saved_tensors_default_hooks(True) is not None:
+                    return None
+                return known
+    except (AttributeError, TypeError):
+        pass  # no tensor, or a flag that is no number: the slow path reports it
+    return None
+
+
+def _adds_nothing(module: nn.MultiheadAttention) -> bool:
+    return module.bias_k is None and not module.add_zero_attn
+
+
 def lookup(
     module: nn.MultiheadAttention, call: Call, parameters: _Parameters
 ) -> tuple[Signature | None, Known | None]:
@@ -104,39 +135,33 @@ def lookup(
     flags: tuple[Any, ...] = (call.need_weights, call.average_attn_weights, call.is_causal, dropout)
     if query.dtype is float32 and allows_tf32(float32):
         flags += ("tf32",)
-    given = query, call.key_padding_mask, call.attn_mask, *parameters
-    place, present = _place(module, flags, given)
-    try:
-        for guards, prepared in _recent.get(place, ()):
-            if guards.check(*present):
-                # What the check does not see must be as it was.
-                if not all([x.data_ptr() for x in present]):
-                    break
-                if prepared.wants_grad and _top_saved_tensors_default_hooks(True) is not None:
-                    return None, None
-                return None, prepared
-    except TypeError:
-        return None, None
-    signature = _signature(module, flags, given)
+    signature = _signature(module, flags, (query, call.key_padding_mask, call.attn_mask, *parameters))
     if signature is None:
         return None, None
     known = _calls.get(signature)
     if known is not None:
-        recent.remember(_recent, place, present, known)
+        recent.remember(_recent, *_place(module, call, parameters), known)
     return signature, known
 
 
 def _place(
-    module: nn.MultiheadAttention, flags: tuple[Any, ...], given: tuple[Any, ...]
+    module: nn.MultiheadAttention, call: Call, parameters: _Parameters
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Everything but tensors that a call depends on, and the tensors that there are."""
-    _, padding_mask, mask, weight, bias, out_weight, out_bias = given
-    pattern = padding_mask is None, mask is None, bias is None, out_bias is None
-    own = is_grad_enabled(), module.num_heads, module.batch_first, *flags, *map(type, flags)
-    present = given
-    if True in pattern:
+    query, _, _, padding_mask, need_weights, mask, average, is_causal = call
+    weight, bias, out_weight, out_bias = parameters
+    present: tuple[Any, ...] = query, weight, bias, out_weight, out_bias
+    if padding_mask is not None or mask is not None or bias is None or out_bias is None:
+        given = query, padding_mask, mask, *parameters
         present = tuple([x for x in given if x is not None])
-    return (*own, *pattern, weight is None, out_weight is None), present
+    dropout = module.dropout if module.training else 0.0
+    place = (
+        is_grad_enabled(), module.num_heads, module.batch_first,
+        need_weights, type(need_weights), average, type(average), is_causal, type(is_causal),
+        dropout, type(dropout), query.dtype is float32 and allows_tf32(float32),
+        padding_mask is None, mask is None, bias is None, out_bias is None,
+    )  # fmt: skip
+    return place, present
 
 
 def _signature(
@@ -166,8 +191,7 @@ def _is_usual(module: nn.MultiheadAttention, call: Call, parameters: _Parameters
     return (
         weight is not None
         and (bias is None or bias.dtype == weight.dtype)
-        and module.bias_k is None
-        and not module.add_zero_attn
+        and _adds_nothing(module)
         and (padding_mask is None or mask is None or padding_mask.dtype == mask.dtype)
     )
 

@@ -113,12 +113,17 @@ _STOCK_SDPA = F.scaled_dot_product_attention
 _CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
+def is_stock_sdpa() -> bool:
+    """Whether nobody has replaced torch's function."""
+    return F.scaled_dot_product_attention is _STOCK_SDPA
+
+
 def not_in_torchs_context_parallel(name: str) -> None:
     """Requires that torch's `context_parallel` has not replaced the function of torch that a call stands for.
 
     The call would see this rank's tokens alone.
     """
-    if F.scaled_dot_product_attention is _STOCK_SDPA:
+    if is_stock_sdpa():
         return
     theirs = sys.modules.get(_CONTEXT_PARALLEL)
     if theirs is not None and F.scaled_dot_product_attention in theirs._replaced_functions:
