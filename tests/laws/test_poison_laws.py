@@ -266,3 +266,14 @@ def test_rows_whose_lse_is_rightly_0_stay_where_they_are(monkeypatch: pytest.Mon
     out, lse = flash4_torch.attention(x, x, x, causal=True, return_lse=True)
     assert (lse[..., 0] == 0).all()
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(st.data(), st.sampled_from([torch.float32, torch.float64]), st.sampled_from([1, 5, 64, 8192, 8193]))
+def test_one_odd_lse_is_found_wherever_it_is(data: st.DataObject, dtype: torch.dtype, count: int) -> None:
+    ordinary = st.floats(1e-30, 1e30) | st.floats(-1e30, -1e-30)
+    numbers = torch.tensor(data.draw(st.lists(ordinary, min_size=4, max_size=4)), dtype=dtype)
+    lse = numbers.repeat(count)[:count].contiguous()
+    assert not cpu._is_odd(lse)
+    place = data.draw(st.sampled_from([0, count - 1]) | st.integers(0, count - 1))
+    lse[place] = data.draw(st.sampled_from([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan]))
+    assert cpu._is_odd(lse)
