@@ -30,8 +30,10 @@ the launch of a kernel takes."""
 _MASKED_ON_GPU = 1 << 18
 """The same without gradients, where there is a mask. Without one our kernels lead stock at any size."""
 _SAVED = 1 << 26
-"""Weights of all heads that a graph saves for its backward, at most: 128 MiB in 16 bits, twice that with
-dropout; stock attention saves as many. Up to there a step may be the host's time: each operator counts."""
+"""Weights of all heads in 16 bits that a graph saves for its backward, at most: 128 MiB, twice that with
+dropout; stock attention saves as many. Up to there a step may be the host's time: each operator counts.
+Those in float32 are saved up to `_IN_BACKWARD`: to make them again takes as long as one of the backward's
+products."""
 _IN_BACKWARD = 1 << 30
 """Weights of all heads that the backward of a graph holds at once, at most."""
 
@@ -169,7 +171,8 @@ def serves_backward(q: Tensor, k: Tensor, softcap: float) -> bool:
 
 def saves_weights(q: Tensor, k: Tensor, softcap: float) -> bool:
     """Whether the forward of a compiled graph makes each head's weights, and saves them for its backward."""
-    return serves_backward(q, k, softcap) and fit(q, k, _SAVED)
+    most = _IN_BACKWARD if q.dtype == torch.float32 else _SAVED
+    return serves_backward(q, k, softcap) and fit(q, k, most)
 
 
 def each_head(*scored_by: Any) -> Tensor:
