@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -154,6 +155,38 @@ def test_what_a_mask_repeats_is_not_copied(
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dims", [(2,), (3,), (2, 3), (0, 3), (1,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("target", [SM90A, SM80], ids=lambda target: target.arch)
+def test_a_number_of_a_mask_is_not_added_to_from_all_scores(
+    target: Target, fits: bool, dims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels add to one number for each score of the mask's heads, if there is room, so that sums have an
+    order where the mask has all heads.
+    """
+    Sk = 26 if fits else 27  # what is decided for sizes is kept
+    sizes = 2, 4, 24, Sk
+    shape = [1 if d in dims else n for d, n in enumerate(sizes)]
+    scores = math.prod(shape[:2]) * 24 * Sk
+    monkeypatch.setattr(backward, "_MOST_DMASK", scores - (not fits))
+    inputs = [half(2, S, 4, 16).requires_grad_() for S in (24, Sk, Sk)]
+    mask = torch.randn(sizes)
+    mask = mask[tuple(slice(n) for n in shape)].clone().requires_grad_()
+    has_order = fits and shape[:2] == [2, 4]
+    with gpu(target) as machine, testing.backends_used() as used:
+        out = flash4_torch.attention(*inputs, attn_mask=mask, deterministic=has_order)
+        (ours,) = torch.autograd.grad(out.sum(), mask)
+        added = machine.backwards[0].args[14]
+        assert list(added.mT.shape) == ([*shape[:2], 24, Sk] if fits else shape)
+        flash4_torch.attention(*inputs, attn_mask=mask, deterministic=True).sum().backward()
+    assert used[("attention_backward", name_of(target))] == 1 + has_order
+    exact, peer = (
+        torch.autograd.grad(testing.reference(*inputs, attn_mask=mask, dtype=t)[0].sum(), mask)[0]
+        for t in (torch.float64, torch.bfloat16)
+    )
+    testing.assert_close_as_peer(ours, exact.double(), peer, noise=0.05)
+
+
 def test_a_mask_that_is_turned_already_is_read_in_place() -> None:
     mask = torch.rand(24, 24).T
     turned, _ = launched(attn_mask=mask).args[13]
@@ -184,7 +217,7 @@ def test_nothing_is_launched_for_nothing(B: int, Sq: int, Sk: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "served"), [("float32:....", True), ("float32:1...", False), ("float32:...1", False)]
+    ("mask", "served"), [("float32:....", True), ("float32:1...", False), ("float32:...1", True)]
 )
 def test_sums_in_any_order_are_not_deterministic(mask: str, served: bool) -> None:
     call = problem(backward=True, mask=mask, dmask=True, deterministic=True)

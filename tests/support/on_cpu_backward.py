@@ -222,6 +222,8 @@ def _backward(launches: list[Launch], features: Features, config: BackwardConfig
         lse_low = low / LOG2E
     band = Band(left if features.left else None, right if features.right else None)
     mask = _mask(features, config, mask_args, q, k) if mask_args else None
+    if mask is not None and dmask is not None:
+        mask = mask.expand(torch.broadcast_shapes(mask.shape, dmask.mT.shape))
 
     def grads(b: int, rows: slice, keys: slice) -> tiled.Gradients:
         dropout = Dropout(state, p, b) if features.dropout else None
@@ -287,7 +289,7 @@ def _mask(
 
 
 def _add_dmask(dmask: Tensor, found: Tensor) -> None:
-    """Adds to dmask, which has keys as rows and the mask's own size, and is cleared."""
+    """Adds to dmask, which has keys as rows, and is cleared."""
     assert dmask.dtype == torch.float32 and not dmask.any()
     target = dmask.transpose(2, 3)
     assert target.is_contiguous()

@@ -82,7 +82,8 @@ class Compiled(OnTargets):
         q, k, v, out, dout = (readable(x) for x in (*inputs[:3], saved.out, saved.dout))
         mask, dmask = inputs.attn_mask, None
         if mask is not None and saved.mask_grad:
-            dmask = mask.new_zeros(mask.shape, dtype=torch.float32)
+            shape = backward.dmask_shape(problem, mask.shape)
+            dmask = mask.new_zeros(shape, dtype=torch.float32)
         index = q.get_device()
         kernels, allocator = self.backward_kernels(problem, index), allocator_like(q)
         readable_inputs = inputs._replace(q=q, k=k, v=v)
@@ -105,7 +106,7 @@ class Compiled(OnTargets):
         grads = launch(readable_saved, readable_inputs, dmask, self.counter(index))
         D, Dv = problem.spec.D, problem.spec.Dv
         if dmask is not None and mask is not None:
-            dmask = dmask.to(mask.dtype)
+            dmask = dmask.sum_to_size(mask.shape).to(mask.dtype)
         return Grads(unpad(grads.dq, D), unpad(grads.dk, D), unpad(grads.dv, Dv), dmask, grads.dsinks)
 
     def running_out(self, q: Tensor, Dv: int) -> CompiledRunningOut:

@@ -38,6 +38,9 @@ from .params import LaunchParams, launch_params
 from .targets import GROUP_REDUCE, POSTPROCESS, PREPROCESS, SINKS_GRADIENT, BackwardConfig, Find, Row, Target
 from .tensors import Allocator, lengths
 
+_MOST_DMASK = 1 << 28
+"""Numbers of attn_mask's gradient, at most, before they are summed to the mask's shape."""
+
 
 class Kernels(NamedTuple):
     """The compiled kernels, and their parameters besides tensors."""
@@ -83,15 +86,30 @@ def limits(target: Target, problem: Problem) -> list[str]:
     """The reasons why no kernel serves the problem: those of the target's table, and one of all targets."""
     spec = problem.spec
     why = target.backward_configs.limits(features_of(problem)._replace(D=spec.D, Dv=spec.Dv))
-    if spec.deterministic and spec.dmask and _mask_broadcasts(problem):
+    if spec.deterministic and spec.dmask and _adds_in_any_order(problem):
         why.append("it sums up the gradient of a broadcast attn_mask in any order")
     return why
 
 
-def _mask_broadcasts(problem: Problem) -> bool:
+def dmask_shape(problem: Problem, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the tensor to which kernels add attn_mask's gradient, which is then summed to `shape`.
+
+    They add number by number, so that many additions to one number take as long as they are many, and round
+    as often. So a mask of fewer rows or keys has one number for each score of its heads, up to `_MOST_DMASK`.
+    """
+    B, H, *_ = shape
+    _, Sq, Sk, _, _ = problem.extent
+    full = B, H, Sq, Sk
+    return full if math.prod(full) <= _MOST_DMASK else shape
+
+
+def _adds_in_any_order(problem: Problem) -> bool:
+    """Whether kernels add to a number of attn_mask's gradient more than once."""
     B, Sq, Sk, Hq, _ = problem.extent
+    sizes = B, Hq, Sq, Sk
     flags = problem.spec.mask.partition(":")[2]
-    return any(flag == "1" and n > 1 for flag, n in zip(flags, (B, Hq, Sq, Sk), strict=True))
+    shape = tuple(1 if flag == "1" else n for flag, n in zip(flags, sizes, strict=True))
+    return dmask_shape(problem, shape) != sizes
 
 
 def decide(target: Target, problem: Problem, num_sms: int, find: Find, mods: Mods | None = None) -> Kernels:

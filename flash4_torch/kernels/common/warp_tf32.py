@@ -113,13 +113,18 @@ class Columns(NamedTuple):
 
 @cute.jit
 def scores(
-    S: tuple[cute.Tensor, ...], own_q: Rows, own_k: Rows, lane: Int32, method: cutlass.Constexpr
+    S: tuple[cute.Tensor, ...],
+    own_q: Rows,
+    own_k: Rows,
+    lane: Int32,
+    method: cutlass.Constexpr,
+    begun: cutlass.Constexpr = False,
 ) -> None:
-    """S = Q K^T, for as many rows of Q and of K as S has rows and columns."""
+    """S = Q K^T, for as many rows of Q and of K as S has rows and columns; `begun`: added to what S has."""
     columns, count = cute.size(own_q.stage, mode=[1]) // 2, _mmas(S[0])
     at_q, at_k = _first_matrices(own_q, own_k, lane, count)
     rests = make_accumulators(len(S) if method.exact else 0, count * STEP)
-    for accumulator in (*S, *rests):
+    for accumulator in rests if cutlass.const_expr(begun) else (*S, *rests):
         accumulator.fill(0.0)
     # A loop over chunks keeps ptxas from reading so far ahead that it spills.
     for _ in cutlass.range(columns // CHUNK, unroll=columns // CHUNK if columns <= _UNROLLED else 1):

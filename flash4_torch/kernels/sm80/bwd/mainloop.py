@@ -15,6 +15,7 @@ from .dq_sums import add_dq
 from .load import load_kv, load_rows
 from .state import Block, BlockState, Copy, Thread, TileState, make_sums
 from .weights import (
+    begin_dp,
     differentiate,
     dropped,
     first_key,
@@ -132,7 +133,8 @@ def _part_to_dk(
     if plan.features.dropout and plan.generates_by_parts:
         generate_keep_bits(ctx, work, own)
     keep_bits = take_keep_bits(ctx, own)
-    _scores(ctx, own, dP, ctx.sV, sdO, plan.Dv)
+    begin_dp(ctx, own, dP, stage)
+    _scores(ctx, own, dP, ctx.sV, sdO, plan.Dv, begun=plan.begins_at_delta)
     P = [dropped(ctx, probs[m], S[m], dP[m], keep_bits, m) for m in mmas]
     if plan.shares_weights:
         _store(ctx, own, P, ctx.sP)
@@ -151,12 +153,15 @@ def _scores(
     of_keys: cute.Tensor,
     of_queries: cute.Tensor,
     D: int,
+    begun: bool = False,
 ) -> None:
-    """Products of the warp's keys with a part of the queries for which it computes scores."""
+    """Products of the warp's keys with a part of the queries for which it computes scores; `begun`: added to
+    what S has.
+    """
     plan, key, query = ctx.plan, first_key(ctx), ctx.column_warp * ctx.plan.own_queries
     if plan.is_float32:
         keys, queries = warp_tf32.Rows(of_keys, key), warp_tf32.Rows(of_queries, query)
-        warp_tf32.scores(S, keys, queries, ctx.lane, plan.tf32_method)
+        warp_tf32.scores(S, keys, queries, ctx.lane, plan.tf32_method, begun)
     else:
         keys = warp_mma.left(of_keys, key, ctx.lane)
         queries = warp_mma.right(of_queries, query, ctx.lane, eight=plan.has_eight)

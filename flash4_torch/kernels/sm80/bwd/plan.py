@@ -163,6 +163,11 @@ class Plan(BackwardPlan):
         return self.features.dropout and not (self.generates_by_parts or self.generates_ahead)
 
     @property
+    def begins_at_delta(self) -> bool:
+        """Whether sums of dP begin at -delta / 2: see `weights.begin_dp`."""
+        return self.is_float32 and self.tf32_method.exact and not self.features.dropout
+
+    @property
     def drops_both(self) -> bool:
         """Whether P and dP are dropped together, after dP's MMAs, and P is rounded as late."""
         return self.features.dropout and self.config.own_in_regs

@@ -211,6 +211,22 @@ def _strip_of(ctx: Context, m: int) -> int:
 
 
 @cute.jit
+def begin_dp(ctx: Context, own: BlockState, dP: tuple[cute.Tensor, ...], stage: Int32) -> None:
+    """Begin sums of dP at -delta / 2, if they do so.
+
+    Tensor cores truncate sums: by as much as a sum is long, and towards 0. The dP of a row that sees one key
+    is its delta, so that from -delta / 2 on its sum is half as long, and what is cut off cancels.
+    """
+    if cutlass.const_expr(ctx.plan.begins_at_delta):
+        delta = _of_own_queries(ctx, own, DELTA, stage)
+        for accumulator in dP:
+            for j in cutlass.range_constexpr(cute.size(accumulator) // 4):
+                of_column = pair_of(delta, j)
+                for i in cutlass.range_constexpr(4):
+                    accumulator[4 * j + i] = of_column[i % 2] * -0.5
+
+
+@cute.jit
 def dropped(
     ctx: Context,
     probs: Probs,
@@ -259,10 +275,12 @@ def differentiate(
         if cutlass.const_expr(plan.config.round_weights):
             weights = widened(four_of(probs.P, j))
         for i in cutlass.range_constexpr(4):
-            gradient = dP[4 * j + i]
+            gradient, less = dP[4 * j + i], of_column[i % 2]
             if cutlass.const_expr(features.dropout):
                 gradient = gradient * ctx.params.keep_scale
-            dP[4 * j + i] = weights[i] * (gradient - of_column[i % 2])
+            if cutlass.const_expr(plan.begins_at_delta):
+                less = less * 0.5
+            dP[4 * j + i] = weights[i] * (gradient - less)
     if cutlass.const_expr(features.dmask):
         add_dmask(ctx, own, own.n, fragment_of(ctx, work, own, dP))
     if cutlass.const_expr(plan.differentiates_mod):
