@@ -3,8 +3,8 @@
 The check compares what a signature says of tensors (type, dispatch keys, dtype, device, sizes, strides,
 whether they require gradients) in a third of the time that it takes to write that down. Dispatch keys are
 those that a call would have here and now: modes, transforms, tracers and autocast change them, and lead past
-what was remembered without. Nested tensors, which have no strides, would end the process; so somebody asks for
-them before.
+what was remembered without. Nested tensors, which have no strides, would end the process; so somebody asks
+for them before.
 """
 
 from __future__ import annotations

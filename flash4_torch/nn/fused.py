@@ -1,11 +1,8 @@
 """Torch's own call of a whole module in evaluation: the one that stock modules make, where it is the fastest.
 
-On a CPU it holds the weights of all heads, as stock attention does, in exchange for a call from Python
-instead of eight; and in 16 bits its products are faster than those of torch's flash kernel. So it serves what
-has few scores. A row that sees nothing is NaN there; such calls are served like all others.
-
-On a GPU it calls torch's efficient attention in float32. A call of few scores takes the host's time, whatever
-the kernel, and one call from Python takes the least of it.
+It holds the weights of all heads, as stock attention does, in exchange for a call from Python instead of
+eight; and in 16 bits its products are faster than those of torch's flash kernel. So it serves what has few
+scores. A row that sees nothing is NaN there; such calls are served like all others.
 """
 
 from __future__ import annotations
@@ -29,14 +26,12 @@ _MASKED = 1 << 12
 _MASKED_WITH_WEIGHTS = 1 << 13
 _MOST = 1 << 24
 """Scores of the whole call."""
-_MOST_ON_GPU = 1 << 20
-"""The same on a GPU: efficient attention takes some 10 us, and the host nine times as long."""
 
 
 def serves(module: nn.MultiheadAttention, call: Call) -> bool:
     """Whether torch's call serves calls like this self-attention, which has no gradients."""
     query = call.query
-    if not module.batch_first or (module.training and module.dropout):
+    if query.device.type != "cpu" or not module.batch_first or (module.training and module.dropout):
         return False
     has_biases = module.in_proj_bias is not None and module.out_proj.bias is not None
     if not has_biases or module.num_heads % 2 or query.numel() == 0:
@@ -44,9 +39,6 @@ def serves(module: nn.MultiheadAttention, call: Call) -> bool:
     masks = [x for x in (call.key_padding_mask, call.attn_mask) if x is not None]
     N, S, _ = query.shape
     scores = module.num_heads * S * S
-    if query.device.type != "cpu":
-        is_plain = query.dtype == torch.float32 and not (masks or call.need_weights)
-        return query.device.type == "cuda" and is_plain and N * scores <= _MOST_ON_GPU
     if masks:
         is_bool = all(x.dtype == torch.bool for x in masks) or (call.is_causal and len(masks) == 1)
         most = (_MASKED_WITH_WEIGHTS if call.need_weights else _MASKED) if is_bool else 0

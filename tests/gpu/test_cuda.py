@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +10,6 @@ from hypothesis import strategies as st
 import flash4_torch
 from cases import Case, cases
 from flash4_torch import testing
-from flash4_torch.nn import fused
 from own_gpu import OURS
 from test_cuda_compiled_gradients import noise_of_stored
 from test_matches_reference import NAMES, results_and_gradients
@@ -72,37 +68,6 @@ def test_plain_calls_run_a_fused_kernel(dtype: torch.dtype, causal: bool) -> Non
         results.append([other, *torch.autograd.grad(other, (q, k, v), dout.to(dtype_))])
     for a, e, p in zip((out, *gradients), *results, strict=True):
         testing.assert_close_as_peer(a, e.double(), p)
-
-
-@pytest.mark.parametrize(
-    ("N", "S", "dtype", "masked", "served"),
-    [
-        (64, 64, torch.float32, False, True),
-        (1, 128, torch.float32, False, True),
-        (1, 128, torch.float32, True, False),
-        (1, 128, torch.bfloat16, False, False),
-        (1, 520, torch.float32, False, False),
-    ],
-)
-def test_torch_serves_modules_of_few_scores_in_float32(
-    N: int, S: int, dtype: torch.dtype, masked: bool, served: bool
-) -> None:
-    """One call from Python, as stock's, where all is the host's time; and as exact as stock."""
-    attention = flash4_torch.MultiheadAttention(256, 4, batch_first=True, device="cuda", dtype=dtype).eval()
-    x = torch.randn(N, S, 256, device="cuda", dtype=dtype)
-    padding = torch.zeros(N, S, dtype=torch.bool, device="cuda") if masked else None
-    with torch.no_grad(), mock.patch.object(fused, "_call", side_effect=fused._call) as call:
-        found = [attention(x, x, x, padding, need_weights=False)[0] for _ in range(3)]
-        stock = torch.nn.MultiheadAttention(256, 4, batch_first=True, device="cuda", dtype=dtype).eval()
-        stock.load_state_dict(attention.state_dict())
-        exact = copy.deepcopy(stock).double()
-        peer, by_definition = (
-            m(y, y, y, padding, need_weights=False)[0] for m, y in ((stock, x), (exact, x.double()))
-        )
-    assert call.called == served
-    for out in found:
-        testing.assert_close_as_peer(out, by_definition, peer)
-        assert torch.equal(out, found[0])
 
 
 def test_dropout_masks_are_the_cpus() -> None:
