@@ -15,11 +15,13 @@ from typing import NamedTuple
 
 from .packing import best_pack, possible_packs, rows_that_share_keys
 from .sizes import Sizes, may_end_inside
-from .types import Features, Sm80Forward, tile_dim
+from .types import SHARED_MEMORY, Features, Sm80Forward, tile_dim
 
 MAX_D = 512
 LARGE_BYTES, SMALL_BYTES = 163 * 1024, 99 * 1024
 """Bytes of shared memory that a CTA may have."""
+_OF_EACH_CTA = 1024
+"""Bytes of an SM's shared memory that a CTA takes besides."""
 
 _ACCUMULATORS = 160
 _ACCUMULATORS_WITH_MORE = 144
@@ -151,6 +153,9 @@ class Table(NamedTuple):
     """Bytes that a CTA may have."""
     keeps_chunks_apart: bool = True
     """Whether kernels of three products that spill otherwise have `chunks_apart`."""
+    splits_q_within: int = 0
+    """Bytes of an SM's shared memory in which Q of three products is split once for a tile, where as many
+    CTAs have room as without."""
 
     def forward(self, features: Features, sizes: Sizes) -> Sm80Forward:
         """The config of a call, whatever the number of tiles: see `configs.sm90.forward`."""
@@ -204,7 +209,16 @@ class Table(NamedTuple):
         # Next to these 32 keys have no registers otherwise, on no GPU; 16 take 1.2 times as long.
         has_more = bool(f.mask or f.softcap or f.dropout or f.sinks)
         is_wide = f.is_exact and config.column_warps == 1 and tile_dim(f.Dv) > 64
-        return config._replace(chunks_apart=is_wide and (apart or has_more))
+        config = config._replace(chunks_apart=is_wide and (apart or has_more))
+        split = config._replace(splits_q=True)
+        # Of threads of three products an SM has registers for eight warps.
+        ctas, ctas_if_split = (
+            min(self.splits_q_within // (c.shared_memory(f) + _OF_EACH_CTA), 8 // c.warps)
+            for c in (config, split)
+        )
+        # 64 keys leave no registers for masks next to sinks.
+        can_split = f.is_exact and config.keys <= 32
+        return split if can_split and ctas_if_split and ctas_if_split >= ctas else config
 
     def fits(self, features: Features, config: Sm80Forward) -> bool:
         """Whether the GPU has room for it, in shared memory and in registers."""
@@ -221,7 +235,7 @@ class Table(NamedTuple):
 
 LARGE = Table(_LARGE, _FLOAT32_LARGE, LARGE_BYTES)
 SMALL = Table(_SMALL, _FLOAT32_SMALL, SMALL_BYTES)
-ON_REQUEST = LARGE._replace(keeps_chunks_apart=False)
+ON_REQUEST = LARGE._replace(keeps_chunks_apart=False, splits_q_within=SHARED_MEMORY + _OF_EACH_CTA)
 """The table of GPUs with kernels of their own: on an H200 branches cost 6 to 20 % of a forward."""
 
 

@@ -73,7 +73,8 @@ def _candidates(gpu: _Gpu, features: Features) -> list[Candidate]:
 
 
 def _completed(gpu: _Gpu, features: Features, config: Sm80Forward, pack_gqa: int) -> Sm80Forward:
-    return gpu.table.completed(features, config, True, pack_gqa)
+    # With Q split, too, eight warps with 128 columns spill twice.
+    return gpu.table.completed(features, config, True, pack_gqa)._replace(splits_q=False)
 
 
 def _of(table: sm80.Table, sm_bytes: int) -> Splits:

@@ -194,6 +194,9 @@ class Sm80Forward(NamedTuple):
     chunks_apart: bool = False
     """Whether three products add every second chunk of O's columns in a branch, so that not all sums live at
     once (ptxas.md, P31)."""
+    splits_q: bool = False
+    """Whether the two TF32 numbers that three products take of each of Q are made once for a tile, and not
+    for each block: Q takes twice as much SMEM."""
 
     @property
     def cluster(self) -> int:
@@ -224,7 +227,7 @@ class Sm80Forward(NamedTuple):
         D, Dv = halves(features, features.D), halves(features, features.Dv, self.column_warps)
         stages = (self.kv_stages * self.keys * n for n in (D, Dv))
         # float32's O does not go through SMEM.
-        q = self.rows * (D if features.is_float32 else max(D, Dv))
+        q = self.rows * (D if features.is_float32 else max(D, Dv)) * (2 if self.splits_q else 1)
         shares = self.column_warps > 1
         weights = self.rows * self.keys * (2 if features.is_float32 else 1) if shares else 0
         bits = self.rows * self.column_warps * tile_bits(self.own_keys) if features.dropout else 0

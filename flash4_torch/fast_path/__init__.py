@@ -40,6 +40,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..backends import ALIGNMENT, Launch, Order, Shares
+from ..backends.views import view as view
 from ..ops import autocast_inputs
 from ..ops.impl import describe_inputs, weights_of
 from ..problem import CallOptions, Inputs, Problem, allows_tf32

@@ -17,7 +17,7 @@ from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
 
-from ..fast_path import FastAutograd, FastCall, recent
+from ..fast_path import FastAutograd, FastCall, recent, view
 from ..fast_path.conditions import guards_would_miss, must_take_slow_path
 from ..ops import autograd
 from ..problem import CallOptions, allows_tf32
@@ -52,6 +52,15 @@ class Prepared(NamedTuple):
         S, N, width = qkv.shape
         heads = qkv.view(S, N, 3, self.num_heads, width // (3 * self.num_heads))
         return (heads if self.batch_first else heads.transpose(0, 1)).unbind(2)
+
+    def heads_past_dispatcher(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """The same without autograd, of a projection without gaps."""
+        S, N, width = qkv.shape
+        E, H = width // 3, self.num_heads
+        sizes, strides = (S, N, H, E // H), (N * width, width, E // H, 1)
+        if not self.batch_first:
+            sizes, strides = (N, S, *sizes[2:]), (width, N * width, *strides[2:])
+        return view(qkv, sizes, strides), view(qkv, sizes, strides, E), view(qkv, sizes, strides, 2 * E)
 
     def rows(self, out: Tensor) -> Tensor:
         """out (N, S, H, D) in the layout of the module's inputs, (..., embed_dim)."""
@@ -250,15 +259,16 @@ def run(prepared: Known, call: Call, parameters: _Parameters) -> tuple[Tensor, T
         both = fused.run(call, parameters, prepared.num_heads)
         if both is not None:
             return both
-    mask = padding.merge(
-        call.key_padding_mask, call.attn_mask if prepared.reads_attn_mask else None, prepared.num_heads, 0
-    )
+    mask = call.attn_mask if prepared.reads_attn_mask else None
+    if mask is not None or call.key_padding_mask is not None:
+        mask = padding.merge(call.key_padding_mask, mask, prepared.num_heads, 0)
     if prepared.wants_grad:
         found: tuple[Tensor, ...] = _apply(call.query, *parameters, mask, prepared)
         return found[0], found[1] if len(found) > 1 else None
     weight, bias, out_weight, out_bias = parameters
     attention = prepared.attention
-    heads = prepared.heads(F.linear(call.query, weight, bias))
+    qkv = F.linear(call.query, weight, bias)
+    heads = prepared.heads_past_dispatcher(qkv) if qkv.is_contiguous() else prepared.heads(qkv)
     out, _, _, weights = attention.launch(*heads, mask, None, attention.draw())
     return F.linear(prepared.rows(out), out_weight, out_bias), weights
 

@@ -156,28 +156,29 @@ def test_what_a_mask_repeats_is_not_copied(
 
 
 @pytest.mark.parametrize("dims", [(2,), (3,), (2, 3), (0, 3), (1,), (0, 1, 2, 3)])
-@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("room", [0, 1, 2])
 @pytest.mark.parametrize("target", [SM90A, SM80], ids=lambda target: target.arch)
 def test_a_number_of_a_mask_is_not_added_to_from_all_scores(
-    target: Target, fits: bool, dims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    target: Target, room: int, dims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels add to one number for each score of the mask's heads, if there is room, so that sums have an
-    order where the mask has all heads.
+    """Kernels add to one number for each score where a mask has one row or one key, or only for each score of
+    the mask's heads, as there is room. If there is one for each score sums have an order.
     """
-    Sk = 26 if fits else 27  # what is decided for sizes is kept
-    sizes = 2, 4, 24, Sk
+    Sk = 26 + room  # what is decided for sizes is kept
+    sizes = [2, 4, 24, Sk]
     shape = [1 if d in dims else n for d, n in enumerate(sizes)]
-    scores = math.prod(shape[:2]) * 24 * Sk
-    monkeypatch.setattr(backward, "_MOST_DMASK", scores - (not fits))
+    of_heads = [*shape[:2], 24, Sk]
+    expected = shape if dims == (1,) else (shape, of_heads, sizes)[room]
+    monkeypatch.setattr(backward, "_MOST_DMASK", (1, math.prod(of_heads), math.prod(sizes))[room])
     inputs = [half(2, S, 4, 16).requires_grad_() for S in (24, Sk, Sk)]
     mask = torch.randn(sizes)
     mask = mask[tuple(slice(n) for n in shape)].clone().requires_grad_()
-    has_order = fits and shape[:2] == [2, 4]
+    has_order = (shape, of_heads, sizes)[room] == sizes
     with gpu(target) as machine, testing.backends_used() as used:
-        out = flash4_torch.attention(*inputs, attn_mask=mask, deterministic=has_order)
+        out = flash4_torch.attention(*inputs, attn_mask=mask, deterministic=False)
         (ours,) = torch.autograd.grad(out.sum(), mask)
         added = machine.backwards[0].args[14]
-        assert list(added.mT.shape) == ([*shape[:2], 24, Sk] if fits else shape)
+        assert list(added.mT.shape) == expected
         flash4_torch.attention(*inputs, attn_mask=mask, deterministic=True).sum().backward()
     assert used[("attention_backward", name_of(target))] == 1 + has_order
     exact, peer = (
@@ -217,10 +218,18 @@ def test_nothing_is_launched_for_nothing(B: int, Sq: int, Sk: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "served"), [("float32:....", True), ("float32:1...", False), ("float32:...1", True)]
+    ("mask", "S", "served"),
+    [
+        ("....", 512, True),
+        ("1...", 512, True),
+        ("1..1", 512, True),
+        ("....", 9000, True),
+        ("1...", 9000, False),
+    ],
 )
-def test_sums_in_any_order_are_not_deterministic(mask: str, served: bool) -> None:
-    call = problem(backward=True, mask=mask, dmask=True, deterministic=True)
+def test_sums_in_any_order_are_not_deterministic(mask: str, S: int, served: bool) -> None:
+    call = problem(backward=True, mask=f"float32:{mask}", dmask=True, deterministic=True)
+    call = call._replace(extent=call.extent._replace(Sq=S, Sk=S))
     assert limits(SM90A, call._replace(spec=call.spec._replace(deterministic=False))) == ()
     assert (not limits(SM90A, call)) == served
 

@@ -132,6 +132,11 @@ FLOAT32 = {
         192, 160, (4, 1, 64, 1), "float32", tf32=True, dropout=True, mask="bool", varlen=False, **SHARED
     ),
     "float32": static(64, 64, (4, 1, 64, 2), "float32", **CAUSAL),
+    "split Q": static(128, 72, (8, 1, 32, 2), "float32", splits_q=True, mask="bool", **WINDOW),
+    "split Q, packed": static(
+        40, 64, (4, 1, 64, 2), "float32", splits_q=True, pack_gqa=4, sinks="float32", varlen=True
+    ),
+    "split Q, shared rows": static(160, 256, (8, 1, 32, 1), "float32", splits_q=True, **SHARED, **CAUSAL),
     "TF32": static(64, 64, (4, 2, 32, 2), "float32", tf32=True),
     "128 columns": static(128, 128, (8, 1, 32, 2), "float32", **WINDOW),
     "128 columns, TF32": static(128, 128, (4, 1, 32, 2), "float32", tf32=True, ragged_k=False, **CAUSAL),
@@ -163,6 +168,7 @@ FEW = few(
     "no tail",
     "eight warps, narrow chunks",
     "float32: packed",
+    "float32: split Q, shared rows",
     "float32: shared rows, everything",
     "splits, varlen, sinks",
     "float32: splits, shared rows",

@@ -95,12 +95,15 @@ def dmask_shape(problem: Problem, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the tensor to which kernels add attn_mask's gradient, which is then summed to `shape`.
 
     They add number by number, so that many additions to one number take as long as they are many, and round
-    as often. So a mask of fewer rows or keys has one number for each score of its heads, up to `_MOST_DMASK`.
+    as often. So a mask of fewer rows or keys has one number for each score, if that has room, or for each
+    score of its own heads. With a number for each score sums have an order.
     """
-    B, H, *_ = shape
-    _, Sq, Sk, _, _ = problem.extent
-    full = B, H, Sq, Sk
-    return full if math.prod(full) <= _MOST_DMASK else shape
+    B, Sq, Sk, Hq, _ = problem.extent
+    if shape[2:] != (Sq, Sk) or problem.spec.deterministic:
+        for tried in ((B, Hq, Sq, Sk), (*shape[:2], Sq, Sk)):
+            if math.prod(tried) <= _MOST_DMASK:
+                return tried
+    return shape
 
 
 def _adds_in_any_order(problem: Problem) -> bool:

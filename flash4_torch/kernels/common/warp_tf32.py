@@ -97,11 +97,30 @@ def split(words: tuple, exact: bool) -> Split:
     return Split(big, small)
 
 
+@cute.jit
+def split_rows(
+    stage: cute.Tensor, rest: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr
+) -> None:
+    """Split all numbers of a stage: the small parts go `rest` bytes behind the big ones, which stay.
+
+    Each thread splits some vectors, in the order of memory, whatever the swizzle.
+    """
+    vectors = 2 * cute.size(stage) // _VECTOR
+    first = vector_address(stage, Int32(0), Int32(0)) + thread * _VECTOR
+    for i in cutlass.range(vectors // threads, unroll=2):
+        at = first + i * (threads * _VECTOR)
+        words = split(_load(at, 0), exact=True)
+        _store(at, 0, words.big)
+        _store(at, rest, words.small)
+
+
 class Rows(NamedTuple):
     """The rows of a stage from the first one on."""
 
     stage: cute.Tensor
     first: Int32
+    rest: int = 0
+    """Bytes from a number to its small part, as `split_rows` left them; 0 if it is split when it is read."""
 
 
 class Columns(NamedTuple):
@@ -128,7 +147,7 @@ def scores(
         accumulator.fill(0.0)
     # A loop over chunks keeps ptxas from reading so far ahead that it spills.
     for _ in cutlass.range(columns // CHUNK, unroll=columns // CHUNK if columns <= _UNROLLED else 1):
-        _add_chunk(S, rests, at_q, at_k, count, method)
+        _add_chunk(S, rests, at_q, at_k, count, own_q.rest, method)
         at_q, at_k = (
             at + cute.size(stage, mode=[0]) * _ROW for at, stage in ((at_q, own_q.stage), (at_k, own_k.stage))
         )
@@ -147,7 +166,7 @@ def add_scores(
     # Unrolled, ptxas would read so far ahead that it spills.
     for k in cutlass.range(_TOGETHER, unroll=1):
         columns = 2 * _VECTOR * k
-        _add_columns(S, rests, at_q ^ columns, at_k ^ columns, _mmas(S[0]), method)
+        _add_columns(S, rests, at_q ^ columns, at_k ^ columns, _mmas(S[0]), queries.rest, method)
     _add(S, rests)
 
 
@@ -173,16 +192,21 @@ def _add(S: tuple, rests: tuple) -> None:
             S[m][i] = S[m][i] + rest[i]
 
 
-def _add_chunk(S: tuple, rests: tuple, first_q: Int32, first_k: Int32, count: int, method: Method) -> None:
+def _add_chunk(
+    S: tuple, rests: tuple, first_q: Int32, first_k: Int32, count: int, rest_of_q: int, method: Method
+) -> None:
     """Add the products of a chunk of columns."""
     if count == 1:
-        _add_chunk_of_eight(S, rests, first_q, first_k, method)
+        _add_chunk_of_eight(S, rests, first_q, first_k, rest_of_q, method)
         return
     for k in range(_TOGETHER):
-        _add_columns(S, rests, first_q ^ (2 * k * _VECTOR), first_k ^ (2 * k * _VECTOR), count, method)
+        columns = 2 * k * _VECTOR
+        _add_columns(S, rests, first_q ^ columns, first_k ^ columns, count, rest_of_q, method)
 
 
-def _add_chunk_of_eight(S: tuple, rests: tuple, first_q: Int32, first_k: Int32, method: Method) -> None:
+def _add_chunk_of_eight(
+    S: tuple, rests: tuple, first_q: Int32, first_k: Int32, rest_of_q: int, method: Method
+) -> None:
     """`_add_chunk` for eight rows of K: an ldmatrix brings two steps' columns."""
     for k in range(0, _TOGETHER, 2):
         if method.steady:
@@ -190,7 +214,7 @@ def _add_chunk_of_eight(S: tuple, rests: tuple, first_q: Int32, first_k: Int32, 
         words = _matrices(first_k ^ (2 * k * _VECTOR), 0)
         for i in range(2):
             at_q = first_q ^ (2 * (k + i) * _VECTOR)
-            a = [split(_matrices(at_q, m * ROWS * _ROW), method.exact) for m in range(len(S))]
+            a = [_left(at_q, m, rest_of_q, method) for m in range(len(S))]
             _multiply_rows(S, rests, a, split(words[2 * i : 2 * i + 2], method.exact), 0)
 
 
@@ -204,11 +228,19 @@ def _multiply_rows(S: tuple, rests: tuple, a: list[Split], b: Split, n: int) -> 
         _set(own, _rest(_numbers(own), a[m], b))
 
 
-def _add_columns(S: tuple, rests: tuple, at_q: Int32, at_k: Int32, count: int, method: Method) -> None:
+def _left(at: Int32, m: int, rest: int, method: Method) -> Split:
+    """The left operand of the m-th MMA of rows."""
+    words = _matrices(at, m * ROWS * _ROW)
+    return Split(words, _matrices(at, m * ROWS * _ROW + rest)) if rest else split(words, method.exact)
+
+
+def _add_columns(
+    S: tuple, rests: tuple, at_q: Int32, at_k: Int32, count: int, rest_of_q: int, method: Method
+) -> None:
     """Add the products of eight columns."""
     if method.steady:
         cute.arch.sync_warp()
-    a = [split(_matrices(at_q, m * ROWS * _ROW), method.exact) for m in range(len(S))]
+    a = [_left(at_q, m, rest_of_q, method) for m in range(len(S))]
     for n in range(0, count, 2):
         words = _matrices(at_k, n * STEP * _ROW)
         for i in range(2):
@@ -467,6 +499,13 @@ def _word(address: Int32) -> Uint32:
 
 def _load(address: Int32, offset: int) -> Words:
     return _four("ld.shared.v4.b32", address, offset)
+
+
+def _store(address: Int32, offset: int, words: Words) -> None:
+    cute.arch.inline_ptx(
+        f"st.shared.v4.b32 [{{$r0}}+{offset}], {{ {{$r1}}, {{$r2}}, {{$r3}}, {{$r4}} }};",
+        read_only_args=[address, *words],
+    )
 
 
 def _four(load: str, address: Int32, offset: int) -> Words:

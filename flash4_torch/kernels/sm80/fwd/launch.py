@@ -69,7 +69,7 @@ def forward(
     )
     dtype, D, Dv = plan.staged_dtype, plan.halves(plan.D), plan.halves(plan.Dv)
     layouts = Layouts(
-        q=row_major_layout(dtype, plan.rows, D, 1),
+        q=row_major_layout(dtype, plan.rows, D, plan.q_stages),
         k=row_major_layout(dtype, plan.keys, D, plan.stages),
         v=column_major_layout(dtype, Dv, plan.keys, plan.stages, plan.halves(plan.own_columns)),
         o=None if plan.is_float32 else _o_layout(plan),

@@ -14,6 +14,7 @@ from ...common.fragment import mma_fragment
 from ...common.fwd import tiles
 from ...common.fwd.tiles import Tile
 from ...common.rounding import round_to
+from ...common.warps import WARP
 from ..rows import swapped
 from .context import Context
 from .load import load_k, load_q, load_v
@@ -67,6 +68,11 @@ def mainloop(ctx: Context, t: Thread, tile: Tile) -> None:
         cute.arch.cp_async_commit_group()
     for block in blocks:
         _prefetch_mask(ctx, work, block.n)
+    if cutlass.const_expr(plan.config.splits_q):
+        cute.arch.cp_async_wait_group(plan.groups_in_flight)
+        cute.arch.sync_threads()
+        thread = ctx.warp * WARP + ctx.lane
+        warp_tf32.split_rows(ctx.sQ, plan.rest_of_q, thread, plan.threads)
     stage, freed = Int32(0), Int32(stages - 1)
     kept = _kept_operands(ctx) if plan.scarce else None
     for i in cutlass.range(count, unroll=1):
@@ -205,7 +211,7 @@ def _scores(ctx: Context, t: Thread, stage: Int32, kept: Operands | None) -> Non
     """S = Q K^T."""
     plan, keys = ctx.plan, ctx.sK[None, None, stage]
     if cutlass.const_expr(plan.is_float32):
-        own_q = warp_tf32.Rows(ctx.sQ, ctx.row_warp * plan.warp_rows)
+        own_q = warp_tf32.Rows(ctx.sQ, ctx.row_warp * plan.warp_rows, plan.rest_of_q)
         own_k = warp_tf32.Rows(keys, _first_key(ctx))
         warp_tf32.scores(t.S, own_q, own_k, ctx.lane, plan.tf32_method)
     elif cutlass.const_expr(kept is not None):

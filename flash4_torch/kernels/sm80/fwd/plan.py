@@ -73,6 +73,16 @@ class Plan(ForwardPlan):
         return warp_tf32.Method(is_exact, steady=is_exact, chunks_apart=self.config.chunks_apart)
 
     @property
+    def q_stages(self) -> int:
+        """Stages that Q takes: a second one has its numbers' small parts."""
+        return 2 if self.config.splits_q else 1
+
+    @property
+    def rest_of_q(self) -> int:
+        """Bytes from a number of Q to its small part; 0 if numbers are split as they are read."""
+        return 2 * self.rows * self.halves(self.D) if self.config.splits_q else 0
+
+    @property
     def counts_blocks(self) -> bool:
         """Whether numbers of blocks are counted anew in each turn, and none is kept for the next: three
         products have no registers to spare (ptxas.md, P17).
@@ -175,7 +185,7 @@ class Plan(ForwardPlan):
         assert not (f.dropout and c.pack_gqa > 1), "dropout's random numbers follow unpacked rows"
         assert not (any(f.mods) and (f.is_float32 or self.shares_rows))
         assert not self.paged
-        assert not (f.is_float32 and c.lazy_rescale)
+        assert not (f.is_float32 and c.lazy_rescale) and (f.is_exact or not c.splits_q)
         self.check_running()
         self.check_splits()
         assert not f.running or f.is_float32 or not self.shares_rows
