@@ -218,7 +218,9 @@ class Table(NamedTuple):
         )
         # 64 keys leave no registers for masks next to sinks.
         can_split = f.is_exact and config.keys <= 32
-        return split if can_split and ctas_if_split and ctas_if_split >= ctas else config
+        if not (can_split and ctas_if_split and ctas_if_split >= ctas):
+            return config
+        return split._replace(steps_together=_steps_have_registers(f, config))
 
     def fits(self, features: Features, config: Sm80Forward) -> bool:
         """Whether the GPU has room for it, in shared memory and in registers."""
@@ -237,6 +239,15 @@ LARGE = Table(_LARGE, _FLOAT32_LARGE, LARGE_BYTES)
 SMALL = Table(_SMALL, _FLOAT32_SMALL, SMALL_BYTES)
 ON_REQUEST = LARGE._replace(keeps_chunks_apart=False, splits_q_within=SHARED_MEMORY + _OF_EACH_CTA)
 """The table of GPUs with kernels of their own: on an H200 branches cost 6 to 20 % of a forward."""
+
+
+def _steps_have_registers(features: Features, config: Sm80Forward) -> bool:
+    """Whether unrolled loops of three products have registers where warps share rows: next to scores without
+    a loop, of up to 64 columns, they spill up to 37 times, next to a mask and a band 2 times.
+    """
+    f = features
+    is_masked = bool(f.mask) and (f.left or f.right) and tile_dim(f.Dv) > 192
+    return config.column_warps > 1 and tile_dim(f.D) > 64 and not is_masked
 
 
 def _serves_any_length(features: Features, config: Sm80Forward) -> bool:

@@ -197,6 +197,8 @@ class Sm80Forward(NamedTuple):
     splits_q: bool = False
     """Whether the two TF32 numbers that three products take of each of Q are made once for a tile, and not
     for each block: Q takes twice as much SMEM."""
+    steps_together: bool = False
+    """Whether the loops of three products over keys of P V, and over columns of Q K^T, are unrolled."""
 
     @property
     def cluster(self) -> int:

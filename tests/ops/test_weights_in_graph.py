@@ -220,7 +220,7 @@ def test_what_a_graph_calls(like_a_gpu: None, uses: str, average: bool, dropout:
 def test_many_weights_are_saved_in_float32_alone(
     monkeypatch: pytest.MonkeyPatch, like_a_gpu: None, dtype: torch.dtype, average: bool, dropout: float
 ) -> None:
-    """In 16 bits the backward makes each head's weights anew, by one launch, unless they are what was
+    """The backward makes each head's weights in 16 bits anew, by one launch, unless they are what was
     returned.
     """
     monkeypatch.setattr(weights_in_graph, "_SAVED", 2 * 2 * 5 * 5 - 1)

@@ -95,15 +95,13 @@ def dmask_shape(problem: Problem, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the tensor to which kernels add attn_mask's gradient, which is then summed to `shape`.
 
     They add number by number, so that many additions to one number take as long as they are many, and round
-    as often. So a mask of fewer rows or keys has one number for each score, if that has room, or for each
-    score of its own heads. With a number for each score sums have an order.
+    as often. So a mask of one row or one key has a number for each score of its heads, if there is room. One
+    for each score of the call gives sums an order, but takes longer: it is for deterministic calls.
     """
     B, Sq, Sk, Hq, _ = problem.extent
-    if shape[2:] != (Sq, Sk) or problem.spec.deterministic:
-        for tried in ((B, Hq, Sq, Sk), (*shape[:2], Sq, Sk)):
-            if math.prod(tried) <= _MOST_DMASK:
-                return tried
-    return shape
+    of_heads = *shape[:2], Sq, Sk
+    tried = [(B, Hq, Sq, Sk), of_heads] if problem.spec.deterministic else [of_heads]
+    return next((each for each in tried if math.prod(each) <= _MOST_DMASK), shape)
 
 
 def _adds_in_any_order(problem: Problem) -> bool:

@@ -40,8 +40,6 @@ _TOGETHER = CHUNK // STEP
 """MMAs for which a lane reads at once."""
 _UNROLLED = 64
 """Columns up to which there is no loop over chunks."""
-_STEPS = 2
-"""Steps that a loop over left operands in SMEM takes together."""
 _OWN = CHUNK // LANES
 """Neighbouring columns of a lane."""
 
@@ -55,6 +53,10 @@ class Method(NamedTuple):
     """Whether a product is three, as exact as float32."""
     steady: bool
     """Whether the warp meets at every step, which keeps ptxas from reading so far ahead that it spills."""
+    chunks: int = 1
+    """Chunks of columns that a loop over scores takes together."""
+    steps: int = 2
+    """Steps that a loop over left operands in SMEM takes together."""
     chunks_apart: bool = False
     """Whether every second chunk of O is in a branch, so that not all sums live at once (ptxas.md, P31)."""
 
@@ -146,7 +148,9 @@ def scores(
     for accumulator in rests if cutlass.const_expr(begun) else (*S, *rests):
         accumulator.fill(0.0)
     # A loop over chunks keeps ptxas from reading so far ahead that it spills.
-    for _ in cutlass.range(columns // CHUNK, unroll=columns // CHUNK if columns <= _UNROLLED else 1):
+    for _ in cutlass.range(
+        columns // CHUNK, unroll=columns // CHUNK if columns <= _UNROLLED else method.chunks
+    ):
         _add_chunk(S, rests, at_q, at_k, count, own_q.rest, method)
         at_q, at_k = (
             at + cute.size(stage, mode=[0]) * _ROW for at, stage in ((at_q, own_q.stage), (at_k, own_k.stage))
@@ -395,7 +399,7 @@ def _accumulate_chunk(
             _add_step(sums, rests, P, at, k, chunk * keys * _ROW, method)
     else:
         # In a loop ptxas does not keep what is read again for the next chunk.
-        for k in cutlass.range(keys // STEP, unroll=_STEPS):
+        for k in cutlass.range(keys // STEP, unroll=method.steps):
             _add_step(sums, rests, P, at, k, chunk * keys * _ROW, method)
     _join(O, factors, sums, rests, chunk)
 

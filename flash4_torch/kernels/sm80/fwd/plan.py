@@ -70,7 +70,12 @@ class Plan(ForwardPlan):
     @property
     def tf32_method(self) -> warp_tf32.Method:
         is_exact = self.features.is_exact
-        return warp_tf32.Method(is_exact, steady=is_exact, chunks_apart=self.config.chunks_apart)
+        method = warp_tf32.Method(is_exact, steady=is_exact, chunks_apart=self.config.chunks_apart)
+        if not self.config.steps_together:
+            return method
+        # Two chunks spill next to a band at 256 columns (twice), and where one is left over (86 times).
+        alone = (self.band.masks and self.D > 192) or self.D // warp_tf32.CHUNK % 2 == 1
+        return method._replace(chunks=1 if alone else 2, steps=4)
 
     @property
     def q_stages(self) -> int:
