@@ -16,7 +16,7 @@ from torch import Tensor
 from ..problem import has_float_mask
 from .dropout import Dropout
 from .scoring import Scoring, mask_tile, working_dtype
-from .tiled import blocks, is_faithful
+from .tiled import blocks, exp_, is_faithful
 
 _ADDED: dict[torch.dtype, Any] = {
     dtype: torch.tensor([0.0, -torch.inf], dtype=dtype).unbind() for dtype in (torch.float32, torch.float64)
@@ -24,6 +24,8 @@ _ADDED: dict[torch.dtype, Any] = {
 """What a bool mask adds to scores where it is True, and where it is False."""
 _MOST = 1 << 21
 """Scores held at once, in float32 8 MiB."""
+_MOST_IN_BACKWARD = 1 << 19
+"""The same in a backward without dropout, unless one head has more."""
 
 
 class Everything(NamedTuple):
@@ -125,6 +127,12 @@ def _products(q: Tensor, k: Tensor) -> torch.dtype:
     return working_dtype(q.dtype) if few else products_dtype(q.dtype)
 
 
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask adds to scores of `dtype`."""
+    nothing, hidden = _ADDED[dtype]
+    return torch.where(mask, nothing, hidden) if mask.dtype == torch.bool else mask
+
+
 def _scores(q: Tensor, k: Tensor, scoring: Scoring, batch: range) -> tuple[Tensor, bool]:
     """The masked scores in the working dtype, and whether there is a mask or a band."""
     scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).to(working_dtype(q.dtype)).mul_(scoring.scale)
@@ -133,8 +141,7 @@ def _scores(q: Tensor, k: Tensor, scoring: Scoring, batch: range) -> tuple[Tenso
     if mask is not None:
         if len(batch) < mask.shape[0]:
             mask = mask_tile(mask, batch, range(Sq), range(Sk))
-        nothing, hidden = _ADDED[scores.dtype]
-        scores += torch.where(mask, nothing, hidden) if mask.dtype == torch.bool else mask
+        scores += _bias(mask, scores.dtype)
         biased = True
     if not scoring.band.hides_nothing(Sq, Sk):
         # One of both bounds alone, as `is_small` says.
@@ -168,7 +175,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of `tiled.backward`, in the inputs' dtypes."""
     (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
-    size = _MOST // (Hq * Sq * Sk)
+    size, mask = _MOST // (Hq * Sq * Sk), scoring.attn_mask
+    if mask is not None and mask.numel() <= _MOST_IN_BACKWARD:
+        # Once, and not for each part.
+        scoring = scoring._replace(attn_mask=_bias(mask, working_dtype(q.dtype)))
     if B <= size:
         return _backward(dout, dlse, q, k, v, out, lse, lse_low, scoring, B, range(B))
     parts = []
@@ -194,7 +204,47 @@ def _backward(
     B: int,
     batch: range,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward` of some of B batch entries.
+    """`backward` of some of B batch entries, some heads at a time: fresh memory of many MiB would cost its
+    page faults in each call. Dropout counts all heads.
+    """
+    heads, scores = q.shape[2], len(batch) * q.shape[1] * k.shape[1]
+    some = max(1, _MOST_IN_BACKWARD // scores)
+    if scoring.dropout is not None or some >= heads:
+        return _backward_of_heads(dout, dlse, q, k, v, out, lse, lse_low, scoring, B, batch)
+    mask = scoring.attn_mask
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for part in blocks(range(heads), some):
+        at = slice(part.start, part.stop)
+        dq[:, :, at], dk[:, :, at], dv[:, :, at] = _backward_of_heads(
+            dout[:, :, at],
+            None if dlse is None else dlse[:, at],
+            q[:, :, at],
+            k[:, :, at],
+            v[:, :, at],
+            out[:, :, at],
+            lse[:, at],
+            None if lse_low is None else lse_low[:, at],
+            scoring if mask is None or mask.shape[1] == 1 else scoring._replace(attn_mask=mask[:, at]),
+            B,
+            batch,
+        )
+    return dq, dk, dv
+
+
+def _backward_of_heads(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_low: Tensor | None,
+    scoring: Scoring,
+    B: int,
+    batch: range,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of some heads.
 
     dv = w^T dout;   ds = scale * w * (dout v^T - rowsum(dout * out) + dlse);   dq = ds k;   dk = ds^T q
     """
@@ -206,7 +256,7 @@ def _backward(
     logs -= (lse.nan_to_num(torch.nan, torch.inf, torch.inf) if biased else lse)[..., None]
     if lse_low is not None:
         logs -= lse_low[..., None]
-    weights = logs.exp_()
+    weights = exp_(logs) if biased else logs.exp_()
     dout_rows = dout.transpose(1, 2)
     ds = (dout_rows @ v.permute(0, 2, 3, 1)).to(work)
     applied = weights

@@ -42,6 +42,13 @@ def exp2_poly3(x: Tensor) -> Tensor:
     return torch.where(x == -torch.inf, 0.0, torch.ldexp(p, whole))
 
 
+def exp_(x: Tensor) -> Tensor:
+    """e^x in the place of x, if not by torch's own `exp_`: where float32 underflows, as where a mask hides
+    keys, that takes 20 to 90 times as long on CPUs with MKL.
+    """
+    return x.mul_(LOG2E).exp2_()
+
+
 def tanh_over_(x: Tensor, c: float) -> Tensor:
     """tanh(x / c) in the place of x: as exact as torch's, and twice as fast on a CPU."""
     # e / (e + 2) with e = exp(2 x / c) - 1; long before that overflows, the result is 1.

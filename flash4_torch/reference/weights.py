@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .scoring import Scoring, mask_tile, working_dtype
 from .sinks import gradient
-from .tiled import GPU_ELEMENTS, LOG2E, Scores, Tiles, below, blocks
+from .tiled import GPU_ELEMENTS, Scores, Tiles, below, blocks, exp_
 
 _CPU_ELEMENTS = 1 << 20
 """Scores held at once."""
@@ -81,7 +81,7 @@ def _at_once(
     scores.sub_(lse[..., None])
     if lse_low is not None:
         scores.sub_(lse_low[..., None])
-    weights = scores.exp_()
+    weights = exp_(scores) if mask is not None else scores.exp_()
     return (weights.mean(1) if average_heads else weights).to(q.dtype)
 
 
@@ -146,7 +146,7 @@ class _Block:
         self.scores: Scores = tiles.scores(self.q_rows, self.k_keys, batch, rows, keys)
         at, span = slice(batch.start, batch.stop), slice(rows.start, rows.stop)
         logs = below(self.scores.masked, tiles, lse, lse_low, at, span)
-        self.weights = tiles.per_head(logs.mul_(LOG2E).exp2_(), len(rows))
+        self.weights = tiles.per_head(exp_(logs), len(rows))
         kept = tiles.kept(batch, rows, keys)
         self.kept = None if kept is None else tiles.per_head(kept, len(rows))
 

@@ -22,17 +22,26 @@ BANDS = st.one_of(st.builds(Band, BOUND, st.none()), st.builds(Band, st.none(), 
     st.tuples(*[st.integers(1, n) for n in (4, 12, 12, 3)]),
     BANDS,
     st.sampled_from(["", "bool", "float"]),
-    st.sampled_from([None, 0.0, 0.3, 1.0]),
+    st.sampled_from([None, None, None, 0.0, 0.3, 1.0]),
     st.booleans(),
     st.integers(1, 3),
+    st.sampled_from([1, 30, 1 << 19]),
+    st.booleans(),
 )
 def test_parts_of_a_batch_equal_tiles(
-    sizes: tuple[int, int, int, int], band: Band, mask: str, p: float | None, average: bool, entries: int
+    sizes: tuple[int, int, int, int],
+    band: Band,
+    mask: str,
+    p: float | None,
+    average: bool,
+    entries: int,
+    in_backward: int,
+    of_heads: bool,
 ) -> None:
     B, Sq, Sk, H = sizes
     generator = torch.Generator().manual_seed(sum(sizes))
     q, k, v = (torch.randn(B, S, H, 4, generator=generator, dtype=torch.float64) for S in (Sq, Sk, Sk))
-    seen = torch.rand(B, 1, Sq, Sk, generator=generator) < 0.5
+    seen = torch.rand(B, H if of_heads else 1, Sq, Sk, generator=generator) < 0.5
     added = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
     dropout = None if p is None else Dropout(torch.tensor([5, 7]), p)
     scoring = Scoring(0.4, band, 0.0, {"": None, "bool": seen, "float": added}[mask], dropout)
@@ -48,7 +57,7 @@ def test_parts_of_a_batch_equal_tiles(
     assert without.weights is None and torch.equal(without.out, found.out)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse) if average else None
     given = dout, dlse, q, k, v, out, lse
-    with mock.patch.object(at_once, "_MOST", entries * Sq * Sk * H):
+    with mock.patch.multiple(at_once, _MOST=entries * Sq * Sk * H, _MOST_IN_BACKWARD=in_backward):
         grads = at_once.backward(*given, low, scoring)
     tiles = tiled.backward(*given, scoring, lse_low=low)
     for actual, expected in zip(grads, (tiles.dq, tiles.dk, tiles.dv), strict=True):
