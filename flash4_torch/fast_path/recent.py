@@ -87,7 +87,7 @@ def find(
 
 def any_nested(tensors: Iterable[Tensor]) -> bool:
     """Whether a tensor is nested, so that no guards may see it."""
-    return True in [x.is_nested for x in tensors]
+    return any([x.is_nested for x in tensors])
 
 
 def _pattern(others: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[Any, ...]]:

@@ -163,10 +163,14 @@ class Encoder(nn.Module):
         return x + out, weights
 
 
-def test_recorded_by_fx_as_one_call(calls: list[Tensor]) -> None:
+@pytest.mark.parametrize("is_known", [False, True])
+def test_recorded_by_fx_as_one_call(calls: list[Tensor], is_known: bool) -> None:
     model = Encoder()
     swapped = copy.deepcopy(model)
     replace_attention(swapped)
+    for _ in range(3 if is_known else 0):
+        swapped(torch.randn(3, 4, 8), torch.arange(4).expand(3, 4) > 2)
+    calls.clear()
     graphs = [torch.fx.symbolic_trace(m).graph for m in (model, swapped)]
     nodes = [[(n.op, n.name, n.target, n.args, n.kwargs) for n in graph.nodes] for graph in graphs]
     assert str(nodes[0]) == str(nodes[1])
