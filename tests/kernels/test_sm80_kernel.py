@@ -136,7 +136,9 @@ FLOAT32 = {
     "split Q, packed": static(
         40, 64, (4, 1, 64, 2), "float32", splits_q=True, pack_gqa=4, sinks="float32", varlen=True
     ),
-    "split Q, shared rows": static(160, 256, (8, 1, 32, 1), "float32", splits_q=True, **SHARED, **CAUSAL),
+    "split Q, shared rows": static(
+        192, 256, (8, 1, 32, 1), "float32", splits_q=True, steps_together=True, **SHARED, **CAUSAL
+    ),
     "TF32": static(64, 64, (4, 2, 32, 2), "float32", tf32=True),
     "128 columns": static(128, 128, (8, 1, 32, 2), "float32", **WINDOW),
     "128 columns, TF32": static(128, 128, (4, 1, 32, 2), "float32", tf32=True, ragged_k=False, **CAUSAL),
