@@ -162,6 +162,29 @@ def _factors(dropout: Dropout, weights: Tensor, B: int, batch: range) -> Tensor:
     return dropout.factors(keep, weights.dtype)
 
 
+class _Given(NamedTuple):
+    """What a backward is given, of some batch entries and heads."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    lse_low: Tensor | None
+
+    def of_entries(self, at: slice) -> _Given:
+        tensors: Any = (None if x is None else x[at] for x in self)
+        return _Given(*tensors)
+
+    def of_heads(self, at: slice) -> _Given:
+        """Numbers of rows (B, H, S) have the heads before the sequence, as rows (B, S, H, D) have not."""
+        places = {3: (slice(None), at), 4: (slice(None), slice(None), at)}
+        tensors: Any = (None if x is None else x[places[x.dim()]] for x in self)
+        return _Given(*tensors)
+
+
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -174,80 +197,47 @@ def backward(
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of `tiled.backward`, in the inputs' dtypes."""
+    given = _Given(dout, dlse, q, k, v, out, lse, lse_low)
     (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
     size, mask = _MOST // (Hq * Sq * Sk), scoring.attn_mask
     if mask is not None and mask.numel() <= _MOST_IN_BACKWARD:
         # Once, and not for each part.
         scoring = scoring._replace(attn_mask=_bias(mask, working_dtype(q.dtype)))
     if B <= size:
-        return _backward(dout, dlse, q, k, v, out, lse, lse_low, scoring, B, range(B))
-    parts = []
-    for batch in blocks(range(B), size):
-        at = slice(batch.start, batch.stop)
-        rows = dout[at], None if dlse is None else dlse[at], q[at], k[at], v[at], out[at], lse[at]
-        low = None if lse_low is None else lse_low[at]
-        parts.append(_backward(*rows, low, scoring, B, batch))
+        return _backward(given, scoring, B, range(B))
+    parts = (
+        _backward(given.of_entries(slice(batch.start, batch.stop)), scoring, B, batch)
+        for batch in blocks(range(B), size)
+    )
     dq, dk, dv = (torch.cat(x) for x in zip(*parts, strict=True))
     return dq, dk, dv
 
 
-def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lse_low: Tensor | None,
-    scoring: Scoring,
-    B: int,
-    batch: range,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(given: _Given, scoring: Scoring, B: int, batch: range) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` of some of B batch entries, some heads at a time: fresh memory of many MiB would cost its
     page faults in each call. Dropout counts all heads.
     """
-    heads, scores = q.shape[2], len(batch) * q.shape[1] * k.shape[1]
-    some = max(1, _MOST_IN_BACKWARD // scores)
+    q, k, v, mask = given.q, given.k, given.v, scoring.attn_mask
+    heads, some = q.shape[2], max(1, _MOST_IN_BACKWARD // (len(batch) * q.shape[1] * k.shape[1]))
     if scoring.dropout is not None or some >= heads:
-        return _backward_of_heads(dout, dlse, q, k, v, out, lse, lse_low, scoring, B, batch)
-    mask = scoring.attn_mask
+        return _backward_of_heads(given, scoring, B, batch)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for part in blocks(range(heads), some):
-        at = slice(part.start, part.stop)
-        dq[:, :, at], dk[:, :, at], dv[:, :, at] = _backward_of_heads(
-            dout[:, :, at],
-            None if dlse is None else dlse[:, at],
-            q[:, :, at],
-            k[:, :, at],
-            v[:, :, at],
-            out[:, :, at],
-            lse[:, at],
-            None if lse_low is None else lse_low[:, at],
-            scoring if mask is None or mask.shape[1] == 1 else scoring._replace(attn_mask=mask[:, at]),
-            B,
-            batch,
-        )
+        at, own = slice(part.start, part.stop), scoring
+        if mask is not None and mask.shape[1] > 1:
+            own = scoring._replace(attn_mask=mask[:, at])
+        dq[:, :, at], dk[:, :, at], dv[:, :, at] = _backward_of_heads(given.of_heads(at), own, B, batch)
     return dq, dk, dv
 
 
 def _backward_of_heads(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lse_low: Tensor | None,
-    scoring: Scoring,
-    B: int,
-    batch: range,
+    given: _Given, scoring: Scoring, B: int, batch: range
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of some heads.
 
     dv = w^T dout;   ds = scale * w * (dout v^T - rowsum(dout * out) + dlse);   dq = ds k;   dk = ds^T q
     """
+    dout, dlse, q, k, v, out, lse, lse_low = given
     dtype, products, work = q.dtype, _products(q, k), working_dtype(q.dtype)
     if dtype != products:
         dout, q, k, v = dout.to(products), q.to(products), k.to(products), v.to(products)
