@@ -81,9 +81,7 @@ def assert_as_good_as_torch(
 def noise_of_stored(out: Tensor, dout: Tensor, q: Tensor, k: Tensor, scale: float | None) -> dict[str, float]:
     """The rounding error of out as stored, which enters the gradient of every score of its row.
 
-    It shows where that gradient is next to nothing, as for rows that see one key. So do, in float32, the
-    roundings of the D additions whose sums it is the difference of: a random walk by half units of a sum that
-    is no longer than the products' norm. (Plain torch subtracts a number from itself there.)
+    It shows where that gradient is next to nothing, as for rows that see one key.
     """
     if not (q.numel() and k.numel()):
         return {}
@@ -93,8 +91,7 @@ def noise_of_stored(out: Tensor, dout: Tensor, q: Tensor, k: Tensor, scale: floa
     noise = {name: of_row * x.detach().abs().max().item() for name, x in largest.items()}
     # A key takes part in as many rows as see it.
     noise["dk"] *= q.shape[1] ** 0.5
-    of_sums = out.shape[-1] ** 0.5 / 2 if out.dtype == FP32 else 0.0
-    return {**noise, "dmask": eps * (1 + of_sums) * products.norm().item()}
+    return {**noise, "dmask": eps * products.norm().item()}
 
 
 def loss(results: tuple[Tensor, Tensor], dout: Tensor, dlse: Tensor | None) -> Tensor:
