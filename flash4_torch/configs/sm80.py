@@ -156,6 +156,8 @@ class Table(NamedTuple):
     splits_q_within: int = 0
     """Bytes of an SM's shared memory in which Q of three products is split once for a tile, where as many
     CTAs have room as without."""
+    reads_ahead: bool = False
+    """Whether float32 operands are read a step ahead of their MMAs where that is faster."""
 
     def forward(self, features: Features, sizes: Sizes) -> Sm80Forward:
         """The config of a call, whatever the number of tiles: see `configs.sm90.forward`."""
@@ -209,7 +211,8 @@ class Table(NamedTuple):
         # Next to these 32 keys have no registers otherwise, on no GPU; 16 take 1.2 times as long.
         has_more = bool(f.mask or f.softcap or f.dropout or f.sinks)
         is_wide = f.is_exact and config.column_warps == 1 and tile_dim(f.Dv) > 64
-        config = config._replace(chunks_apart=is_wide and (apart or has_more))
+        ahead = self.reads_ahead and _is_faster_ahead(f, config)
+        config = config._replace(chunks_apart=is_wide and (apart or has_more), reads_ahead=ahead)
         split = config._replace(splits_q=True)
         # Of threads of three products an SM has registers for eight warps.
         ctas, ctas_if_split = (
@@ -218,9 +221,7 @@ class Table(NamedTuple):
         )
         # 64 keys leave no registers for masks next to sinks.
         can_split = f.is_exact and config.keys <= 32
-        if not (can_split and ctas_if_split and ctas_if_split >= ctas):
-            return config
-        return split._replace(steps_together=_steps_have_registers(f, config))
+        return split if can_split and ctas_if_split and ctas_if_split >= ctas else config
 
     def fits(self, features: Features, config: Sm80Forward) -> bool:
         """Whether the GPU has room for it, in shared memory and in registers."""
@@ -237,17 +238,20 @@ class Table(NamedTuple):
 
 LARGE = Table(_LARGE, _FLOAT32_LARGE, LARGE_BYTES)
 SMALL = Table(_SMALL, _FLOAT32_SMALL, SMALL_BYTES)
-ON_REQUEST = LARGE._replace(keeps_chunks_apart=False, splits_q_within=SHARED_MEMORY + _OF_EACH_CTA)
+ON_REQUEST = LARGE._replace(
+    keeps_chunks_apart=False, splits_q_within=SHARED_MEMORY + _OF_EACH_CTA, reads_ahead=True
+)
 """The table of GPUs with kernels of their own: on an H200 branches cost 6 to 20 % of a forward."""
 
 
-def _steps_have_registers(features: Features, config: Sm80Forward) -> bool:
-    """Whether unrolled loops of three products have registers where warps share rows: next to scores without
-    a loop, of up to 64 columns, they spill up to 37 times, next to a mask and a band 2 times.
+def _is_faster_ahead(features: Features, config: Sm80Forward) -> bool:
+    """Whether operands that are read ahead make a forward faster: not with scores of up to 64 columns, which
+    have no loop, nor for single products of up to 128, which took 2 to 5 % longer. Splits of up to 128 spill
+    5 to 10 times for sm_100a.
     """
     f = features
-    is_masked = bool(f.mask) and (f.left or f.right) and tile_dim(f.Dv) > 192
-    return config.column_warps > 1 and tile_dim(f.D) > 64 and not is_masked
+    has_loop = f.is_exact and f.D > 64 and not f.splits
+    return f.is_float32 and (config.column_warps > 1 or has_loop)
 
 
 def _serves_any_length(features: Features, config: Sm80Forward) -> bool:

@@ -136,6 +136,8 @@ class Table(NamedTuple):
     """Bytes that a CTA may have."""
     shared_memory_unasked: int
     """The same for calls that GPUs with kernels of their own have no others for: float32 and wide heads."""
+    reads_ahead: bool = False
+    """Whether float32 operands are read a step ahead of their MMAs."""
 
     def backward(self, features: Features, sizes: BackwardSizes) -> Sm80Backward:
         """The config of a call: see `configs.sm90_backward.backward`."""
@@ -152,7 +154,9 @@ class Table(NamedTuple):
         """The config that serves the features, where Sk may end inside a tile or not."""
         memory = self.memory(features)
         configs = (row.config_of(features, memory, ragged_k) for row in rows_of(features))
-        return next(config for config in configs if config is not None)
+        config = next(config for config in configs if config is not None)
+        ahead = self.reads_ahead and features.is_float32 and _has_registers_ahead(features, config)
+        return config._replace(reads_ahead=ahead)
 
     def memory(self, features: Features) -> int:
         """Bytes of shared memory that a CTA may have."""
@@ -223,7 +227,7 @@ def is_wide(features: Features) -> bool:
 
 
 LARGE, SMALL = (Table(size, size) for size in (LARGE_BYTES, SMALL_BYTES))
-ON_REQUEST = LARGE._replace(shared_memory_unasked=SHARED_MEMORY)
+ON_REQUEST = LARGE._replace(shared_memory_unasked=SHARED_MEMORY, reads_ahead=True)
 """The table of GPUs with kernels of their own: 16-bit calls that ask for these have the tiles of an A100."""
 
 
@@ -285,6 +289,16 @@ def _two_mmas_have_registers(features: Features) -> bool:
     """Whether float32 has registers for two MMAs of keys: 4 spills for sm_90a with dmask and a window."""
     f = features
     return not (f.softcap or (f.mask and f.dropout) or (f.is_exact and f.dmask and f.left))
+
+
+def _has_registers_ahead(features: Features, config: Sm80Backward) -> bool:
+    """Whether there are registers for operands that are read ahead: for three products not next to the words
+    of a bool mask where a warp has dK and dV of 32 keys, or of 96 columns (26 to 128 spills for sm_90a).
+    Other GPUs' kernels spill without masks, too (52 to 118 for sm_80).
+    """
+    f, c = features, config
+    has_most = c.key_mmas > 1 or tile_dim(max(f.D, f.Dv)) // c.column_warps > 64
+    return not (f.is_exact and f.mask == "bool" and has_most)
 
 
 def _wide_has_registers(features: Features, config: Sm80Backward) -> bool:

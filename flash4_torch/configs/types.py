@@ -197,8 +197,8 @@ class Sm80Forward(NamedTuple):
     splits_q: bool = False
     """Whether the two TF32 numbers that three products take of each of Q are made once for a tile, and not
     for each block: Q takes twice as much SMEM."""
-    steps_together: bool = False
-    """Whether the loops of three products over keys of P V, and over columns of Q K^T, are unrolled."""
+    reads_ahead: bool = False
+    """Whether float32 operands are read from SMEM a step ahead of their MMAs."""
 
     @property
     def cluster(self) -> int:
@@ -404,6 +404,8 @@ class Sm80Backward(NamedTuple):
     """MMAs of 16 rows of dQ side by side that a warp has: what it reads of K serves them all."""
     scores_by_parts: bool = False
     """S is summed up in a loop over parts of D, so that ptxas reads fewer operands ahead, and spills less."""
+    reads_ahead: bool = False
+    """Whether float32 operands are read from SMEM a step ahead of their MMAs."""
 
     @property
     def keys(self) -> int:

@@ -67,7 +67,14 @@ def _change_settings(changes: ExitStack, library: str, arch: str) -> None:
     cutlass_dsl = import_module("cutlass.cutlass_dsl.cutlass")
     for dsl in (cutlass_dsl.CuTeDSL, cutlass_dsl.CuteExperimentalDSL):
         settings = dsl._get_dsl().envar
-        _replace(changes, settings, shared_libs=library, _arch=arch, lineinfo=True, disable_file_caching=True)
+        _replace(
+            changes,
+            settings,
+            shared_libs=library,
+            _arch=arch,
+            lineinfo=env.EMULATOR_LINES.get() == "1",
+            disable_file_caching=True,
+        )
     # The variables are for code that reads them later, such as other libraries; the DSL caches what it reads.
     forget = import_module("cutlass.base_dsl.env_manager").get_str_env_var.cache_clear
     changes.callback(forget)

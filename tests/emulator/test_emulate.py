@@ -15,11 +15,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import from_dlpack
 
+from flash4_torch import env
 from flash4_torch.emulator import build
 from flash4_torch.emulator.errors import EmulatorError
 from flash4_torch.testing import emulate
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports name lines, though `make test` asks for none."""
+    monkeypatch.setenv(env.EMULATOR_LINES.name, "1")
 
 
 @cute.kernel
@@ -53,14 +60,20 @@ def test_a_kernel_runs_and_is_counted(arch):
     assert all(line.counts[0] == line.counts[1] for line in report.lines)  # both warps do the same
 
 
-def test_a_wrong_kernel_raises_and_names_the_line():
+@pytest.mark.parametrize("lines", ["1", "0"])
+def test_a_wrong_kernel_raises_and_names_the_line(lines, monkeypatch):
+    monkeypatch.setenv(env.EMULATOR_LINES.name, lines)
     with (
         emulate.device("sm_90a") as device,
         pytest.raises(emulate.EmulationError, match="out-of-bounds") as raised,
     ):
-        doubled(device, beyond=1 << 20)
+        # What has been compiled with lines keeps them.
+        doubled(device, beyond=(1 << 20) + int(lines))
     (finding,) = raised.value.findings
-    assert finding.at.source is not None
+    assert finding.at.ptx_line is not None
+    assert (finding.at.source is not None) == (lines == "1")
+    if lines == "0":
+        return
     file, line = finding.at.source
     assert Path(file).name == Path(__file__).name
     assert "x[thread + beyond]" in Path(__file__).read_text().splitlines()[line - 1]

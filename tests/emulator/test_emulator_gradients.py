@@ -135,10 +135,10 @@ def test_schedules(arch: str, schedule: str, deterministic: bool) -> None:
 
 
 SMALL: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 3.0, "dtype": torch.float16, "Sk": 77},
     "sinks, rows that see nothing": {"window": (None, -9), "sinks": torch.tensor([0.5, -1.0])},
     "dropout, two tiles": {"causal": True, "dropout_p": 0.3, "Sk": 201},
     "gradient of lse": {"causal": True, "return_lse": True},
-    "softcap": {"softcap": 3.0, "dtype": torch.float16, "Sk": 77},
     "wide heads": {"D": 128, "Dv": 128, "causal": True, "Sk": 120},
     "rows of a mask": {"attn_mask": BIAS[:, :128] > -0.9, "Sk": 128},
 }

@@ -38,6 +38,12 @@ FLAVOURS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PTX has line information, though `make test` asks for none."""
+    monkeypatch.setenv(env.EMULATOR_LINES.name, "1")
+
+
 @cute.kernel
 def shift_kernel(source: cute.Tensor, target: cute.Tensor, by: cutlass.Float32) -> None:
     thread, _, _ = cute.arch.thread_idx()

@@ -133,11 +133,16 @@ FLOAT32 = {
     ),
     "float32": static(64, 64, (4, 1, 64, 2), "float32", **CAUSAL),
     "split Q": static(128, 72, (8, 1, 32, 2), "float32", splits_q=True, mask="bool", **WINDOW),
+    "read ahead": static(128, 128, (8, 1, 32, 2), "float32", reads_ahead=True, splits_q=True),
+    "read ahead, 96 columns": static(
+        96, 40, (4, 1, 32, 2), "float32", reads_ahead=True, pack_gqa=4, **CAUSAL
+    ),
+    "read ahead, TF32": static(256, 192, (8, 1, 32, 1), "float32", reads_ahead=True, tf32=True, **SHARED),
     "split Q, packed": static(
         40, 64, (4, 1, 64, 2), "float32", splits_q=True, pack_gqa=4, sinks="float32", varlen=True
     ),
     "split Q, shared rows": static(
-        192, 256, (8, 1, 32, 1), "float32", splits_q=True, steps_together=True, **SHARED, **CAUSAL
+        192, 256, (8, 1, 32, 1), "float32", splits_q=True, reads_ahead=True, **SHARED, **CAUSAL
     ),
     "TF32": static(64, 64, (4, 2, 32, 2), "float32", tf32=True),
     "128 columns": static(128, 128, (8, 1, 32, 2), "float32", **WINDOW),
@@ -185,6 +190,17 @@ SPLITS = [name for name, (features, _) in STATICS.items() if features.splits]
 @given(data=st.data())
 def test_values(name: str, data: st.DataObject) -> None:
     is_right(STATICS[name], data)
+
+
+AHEAD = [name for name, (_, config) in STATICS.items() if config.reads_ahead]
+
+
+@pytest.mark.parametrize("name", of_few(FEW, AHEAD))
+def test_reading_ahead_changes_no_bit(name: str) -> None:
+    features, config = STATICS[name]
+    kernels = ((features, config._replace(reads_ahead=ahead)) for ahead in (True, False))
+    now, then = (run(kernel, drawn(kernel)) for kernel in kernels)
+    assert torch.equal(now.out, then.out) and torch.equal(now.lse, then.lse)
 
 
 @pytest.mark.parametrize("name", one_of(98, list(PLACED)))

@@ -53,8 +53,10 @@ class Method(NamedTuple):
     """Whether a product is three, as exact as float32."""
     steady: bool
     """Whether the warp meets at every step, which keeps ptxas from reading so far ahead that it spills."""
+    ahead: bool = False
+    """Whether operands in SMEM are read while the step before is multiplied."""
     chunks: int = 1
-    """Chunks of columns that a loop over scores takes together."""
+    """Chunks of columns that a loop over scores takes together where it reads ahead."""
     steps: int = 2
     """Steps that a loop over left operands in SMEM takes together."""
     chunks_apart: bool = False
@@ -142,19 +144,26 @@ def scores(
     begun: cutlass.Constexpr = False,
 ) -> None:
     """S = Q K^T, for as many rows of Q and of K as S has rows and columns; `begun`: added to what S has."""
-    columns, count = cute.size(own_q.stage, mode=[1]) // 2, _mmas(S[0])
+    chunks, count = cute.size(own_q.stage, mode=[1]) // 2 // CHUNK, _mmas(S[0])
     at_q, at_k = _first_matrices(own_q, own_k, lane, count)
+    to_q, to_k = (cute.size(own.stage, mode=[0]) * _ROW for own in (own_q, own_k))
+    shape = _Shape(len(S), count, own_q.rest)
     rests = make_accumulators(len(S) if method.exact else 0, count * STEP)
     for accumulator in rests if cutlass.const_expr(begun) else (*S, *rests):
         accumulator.fill(0.0)
-    # A loop over chunks keeps ptxas from reading so far ahead that it spills.
-    for _ in cutlass.range(
-        columns // CHUNK, unroll=columns // CHUNK if columns <= _UNROLLED else method.chunks
-    ):
-        _add_chunk(S, rests, at_q, at_k, count, own_q.rest, method)
-        at_q, at_k = (
-            at + cute.size(stage, mode=[0]) * _ROW for at, stage in ((at_q, own_q.stage), (at_k, own_k.stage))
-        )
+    if cutlass.const_expr(method.ahead):
+        ahead = _read_columns(at_q, at_k, 0, shape)
+        for _ in cutlass.range(chunks - 1, unroll=method.chunks):
+            ahead = _add_chunk(S, rests, (at_q, at_k), (at_q + to_q, at_k + to_k), ahead, shape, method)
+            at_q, at_k = at_q + to_q, at_k + to_k
+        _add_chunk(S, rests, (at_q, at_k), None, ahead, shape, method)
+    else:
+        # A loop over chunks keeps ptxas from reading so far ahead that it spills.
+        for _ in cutlass.range(chunks, unroll=chunks if chunks * CHUNK <= _UNROLLED else 1):
+            for k in cutlass.range_constexpr(shape.steps):
+                _meet(method)
+                _multiply_columns(S, rests, _read_columns(at_q, at_k, k, shape), shape, method)
+            at_q, at_k = at_q + to_q, at_k + to_k
     _add(S, rests)
 
 
@@ -168,9 +177,10 @@ def add_scores(
     for accumulator in rests:
         accumulator.fill(0.0)
     # Unrolled, ptxas would read so far ahead that it spills.
-    for k in cutlass.range(_TOGETHER, unroll=1):
-        columns = 2 * _VECTOR * k
-        _add_columns(S, rests, at_q ^ columns, at_k ^ columns, _mmas(S[0]), queries.rest, method)
+    shape = _Shape(len(S), _mmas(S[0]), queries.rest)
+    for k in cutlass.range(shape.steps, unroll=1):
+        _meet(method)
+        _multiply_columns(S, rests, _read_columns(at_q, at_k, k, shape), shape, method)
     _add(S, rests)
 
 
@@ -196,30 +206,83 @@ def _add(S: tuple, rests: tuple) -> None:
             S[m][i] = S[m][i] + rest[i]
 
 
+def _meet(method: Method) -> None:
+    """The beginning of a step."""
+    if method.steady:
+        cute.arch.sync_warp()
+
+
+class _Shape(NamedTuple):
+    """What a step of scores multiplies."""
+
+    rows: int
+    """Blocks of 16 rows of Q."""
+    count: int
+    """Eights of rows of K."""
+    rest: int
+    """Bytes from a number of Q to its small part; 0 if it is split when it is read."""
+
+    @property
+    def eights(self) -> int:
+        """Eights of columns of a step: an ldmatrix brings 16 columns of eight rows of K."""
+        return 2 if self.count == 1 else 1
+
+    @property
+    def steps(self) -> int:
+        """Steps of a chunk."""
+        return _TOGETHER // self.eights
+
+
+class _Operands(NamedTuple):
+    """A step's operands as they are in SMEM."""
+
+    left: tuple[Words, ...]
+    small: tuple[Words, ...]
+    """Small parts of the left ones, where these have been split."""
+    right: tuple[Words, ...]
+
+
+def _read_columns(at_q: Int32, at_k: Int32, k: int | Int32, shape: _Shape) -> _Operands:
+    """The k-th step's operands of a chunk."""
+    step = 2 * shape.eights * _VECTOR
+    places = [
+        (at_q ^ (k * step + 2 * e * _VECTOR), m) for e in range(shape.eights) for m in range(shape.rows)
+    ]
+    left = tuple(_matrices(at, m * ROWS * _ROW) for at, m in places)
+    small = tuple(_matrices(at, m * ROWS * _ROW + shape.rest) for at, m in places) if shape.rest else ()
+    right = tuple(_matrices(at_k ^ (k * step), n * STEP * _ROW) for n in range(0, shape.count, 2))
+    return _Operands(left, small, right)
+
+
 def _add_chunk(
-    S: tuple, rests: tuple, first_q: Int32, first_k: Int32, count: int, rest_of_q: int, method: Method
-) -> None:
-    """Add the products of a chunk of columns."""
-    if count == 1:
-        _add_chunk_of_eight(S, rests, first_q, first_k, rest_of_q, method)
-        return
-    for k in range(_TOGETHER):
-        columns = 2 * k * _VECTOR
-        _add_columns(S, rests, first_q ^ columns, first_k ^ columns, count, rest_of_q, method)
+    S: tuple, rests: tuple, at: tuple, after: tuple | None, ahead: _Operands, shape: _Shape, method: Method
+) -> _Operands | None:
+    """Add the products of a chunk of columns, of which the first operands have been read; return those of the
+    chunk at `after`.
+    """
+    for k in range(shape.steps):
+        _meet(method)
+        operands, ahead = ahead, None
+        if k + 1 < shape.steps:
+            ahead = _read_columns(*at, k + 1, shape)
+        elif after is not None:
+            ahead = _read_columns(*after, 0, shape)
+        _multiply_columns(S, rests, operands, shape, method)
+    return ahead
 
 
-def _add_chunk_of_eight(
-    S: tuple, rests: tuple, first_q: Int32, first_k: Int32, rest_of_q: int, method: Method
-) -> None:
-    """`_add_chunk` for eight rows of K: an ldmatrix brings two steps' columns."""
-    for k in range(0, _TOGETHER, 2):
-        if method.steady:
-            cute.arch.sync_warp()
-        words = _matrices(first_k ^ (2 * k * _VECTOR), 0)
-        for i in range(2):
-            at_q = first_q ^ (2 * (k + i) * _VECTOR)
-            a = [_left(at_q, m, rest_of_q, method) for m in range(len(S))]
-            _multiply_rows(S, rests, a, split(words[2 * i : 2 * i + 2], method.exact), 0)
+def _multiply_columns(S: tuple, rests: tuple, operands: _Operands, shape: _Shape, method: Method) -> None:
+    """Add the products of what `_read_columns` returned."""
+    for e in range(shape.eights):
+        own = range(e * shape.rows, (e + 1) * shape.rows)
+        if shape.rest:
+            a = [Split(operands.left[i], operands.small[i]) for i in own]
+        else:
+            a = [split(operands.left[i], method.exact) for i in own]
+        for n in range(shape.count):
+            first = 2 * (n % 2 + e)
+            b = split(operands.right[n // 2][first : first + 2], method.exact)
+            _multiply_rows(S, rests, a, b, n)
 
 
 def _multiply_rows(S: tuple, rests: tuple, a: list[Split], b: Split, n: int) -> None:
@@ -230,25 +293,6 @@ def _multiply_rows(S: tuple, rests: tuple, a: list[Split], b: Split, n: int) -> 
     for m, accumulator in enumerate(rests):
         own = _own(accumulator, n)
         _set(own, _rest(_numbers(own), a[m], b))
-
-
-def _left(at: Int32, m: int, rest: int, method: Method) -> Split:
-    """The left operand of the m-th MMA of rows."""
-    words = _matrices(at, m * ROWS * _ROW)
-    return Split(words, _matrices(at, m * ROWS * _ROW + rest)) if rest else split(words, method.exact)
-
-
-def _add_columns(
-    S: tuple, rests: tuple, at_q: Int32, at_k: Int32, count: int, rest_of_q: int, method: Method
-) -> None:
-    """Add the products of eight columns."""
-    if method.steady:
-        cute.arch.sync_warp()
-    a = [_left(at_q, m, rest_of_q, method) for m in range(len(S))]
-    for n in range(0, count, 2):
-        words = _matrices(at_k, n * STEP * _ROW)
-        for i in range(2):
-            _multiply_rows(S, rests, a, split(words[2 * i : 2 * i + 2], method.exact), n + i)
 
 
 def _own(accumulator: cute.Tensor, n: int) -> cute.Tensor:
@@ -394,13 +438,24 @@ def _accumulate_chunk(
     rests = make_accumulators(len(O) if method.exact else 0, CHUNK)
     for accumulator in (*sums, *rests):
         accumulator.fill(0.0)
+    steps, offset = keys // STEP, chunk * keys * _ROW
     if cutlass.const_expr(isinstance(P[0], InRegisters)):
-        for k in cutlass.range_constexpr(keys // STEP):
-            _add_step(sums, rests, P, at, k, chunk * keys * _ROW, method)
+        for k in cutlass.range_constexpr(steps):
+            _meet(method)
+            _multiply_keys(sums, rests, _read_keys(P, at, k, offset), method)
+    elif cutlass.const_expr(method.ahead):
+        ahead = _read_keys(P, at, Int32(0), offset)
+        for k in cutlass.range(steps - 1, unroll=method.steps):
+            _meet(method)
+            operands, ahead = ahead, _read_keys(P, at, k + 1, offset)
+            _multiply_keys(sums, rests, operands, method)
+        _meet(method)
+        _multiply_keys(sums, rests, ahead, method)
     else:
         # In a loop ptxas does not keep what is read again for the next chunk.
-        for k in cutlass.range(keys // STEP, unroll=method.steps):
-            _add_step(sums, rests, P, at, k, chunk * keys * _ROW, method)
+        for k in cutlass.range(steps, unroll=method.steps):
+            _meet(method)
+            _multiply_keys(sums, rests, _read_keys(P, at, k, offset), method)
     _join(O, factors, sums, rests, chunk)
 
 
@@ -415,28 +470,26 @@ def _join(O: tuple, factors: tuple, sums: tuple, rests: tuple, chunk: int) -> No
             accumulator[r] = before + share
 
 
-def _add_step(
-    sums: tuple, rests: tuple, P: tuple[Left, ...], at: tuple, k: Int32, offset: int, method: Method
-) -> None:
-    """Add the products of eight keys with a chunk of columns."""
-    if method.steady:
-        cute.arch.sync_warp()
+def _read_keys(P: tuple[Left, ...], at: tuple, k: int | Int32, offset: int) -> _Operands:
+    """The operands of eight keys and a chunk of columns."""
     if isinstance(k, int):
-        loaded = [_load(address, offset + k * STEP * _ROW) for address in at]
+        right = tuple(_load(address, offset + k * STEP * _ROW) for address in at)
     else:
-        loaded = [_load(address + k * (STEP * _ROW), offset) for address in at]
-    rows, a = (
-        [split(words, method.exact) for words in loaded],
-        [split(own.words(k), method.exact) for own in P],
-    )
+        right = tuple(_load(address + k * (STEP * _ROW), offset) for address in at)
+    return _Operands(tuple(own.words(k) for own in P), (), right)
+
+
+def _multiply_keys(sums: tuple, rests: tuple, operands: _Operands, method: Method) -> None:
+    """Add the products of what `_read_keys` returned."""
+    rows, a = ([split(words, method.exact) for words in side] for side in (operands.right, operands.left))
     for i in range(_TOGETHER):
         b = Split(*(tuple(half[i] for half in halves if half) for halves in zip(*rows, strict=True)))
-        for m in range(len(P)):
+        for m, left in enumerate(a):
             own = _own(sums[m], i)
-            _set(own, _multiply(_numbers(own), a[m].big, b.big))
+            _set(own, _multiply(_numbers(own), left.big, b.big))
             if method.exact:
                 own = _own(rests[m], i)
-                _set(own, _rest(_numbers(own), a[m], b))
+                _set(own, _rest(_numbers(own), left, b))
 
 
 @cute.jit

@@ -56,7 +56,8 @@ class Plan(BackwardPlan):
 
     @property
     def tf32_method(self) -> warp_tf32.Method:
-        return warp_tf32.Method(self.features.is_exact, steady=True)
+        is_exact, ahead = self.features.is_exact, self.config.reads_ahead
+        return warp_tf32.Method(is_exact, steady=is_exact or not ahead, ahead=ahead)
 
     @property
     def staged_dtype(self) -> type:
@@ -290,7 +291,7 @@ class Plan(BackwardPlan):
         assert not (self.has_eight and (self.own_in_regs or c.scores_by_parts)), "an MMA has 16 queries"
         assert c.query_parts == 1 or not f.dropout or strips % 2 == 0, "a word has bits of two strips"
         assert c.warps >= c.column_warps and 16 * c.warps % c.queries == 0, "dQ is not shared out evenly"
-        assert not (c.own_in_regs and f.is_float32)
+        assert not (c.own_in_regs and f.is_float32) and (f.is_float32 or not c.reads_ahead)
         own = self.dq_columns_at_once % self.dq_own == 0 or self.dq_columns <= self.dq_chunk
         assert own or self.is_float32, "columns of dQ at once are no whole chunks"
         assert not c.copies_after_scores or (c.stages > 1 and c.query_parts == 1)

@@ -69,13 +69,18 @@ class Plan(ForwardPlan):
 
     @property
     def tf32_method(self) -> warp_tf32.Method:
-        is_exact = self.features.is_exact
-        method = warp_tf32.Method(is_exact, steady=is_exact, chunks_apart=self.config.chunks_apart)
-        if not self.config.steps_together:
-            return method
-        # Two chunks spill next to a band at 256 columns (twice), and where one is left over (86 times).
-        alone = (self.band.masks and self.D > 192) or self.D // warp_tf32.CHUNK % 2 == 1
-        return method._replace(chunks=1 if alone else 2, steps=4)
+        f, c = self.features, self.config
+        is_exact, has_band = f.is_exact, f.left or f.right
+        # Two chunks of scores spill elsewhere (4 to 8 times), and without a band if the warp meets (3 times).
+        by_two = c.reads_ahead and self.D == 128 and not (self.shares_rows or (has_band and c.pack_gqa > 1))
+        return warp_tf32.Method(
+            is_exact,
+            steady=is_exact and (has_band or not by_two),
+            ahead=c.reads_ahead,
+            chunks=2 if by_two else 1,
+            steps=3 if c.reads_ahead and max(self.D, self.Dv) <= 192 else 2,
+            chunks_apart=c.chunks_apart,
+        )
 
     @property
     def q_stages(self) -> int:
