@@ -294,7 +294,7 @@ def _two_mmas_have_registers(features: Features) -> bool:
 def _has_registers_ahead(features: Features, config: Sm80Backward) -> bool:
     """Whether there are registers for operands that are read ahead: for three products not next to the words
     of a bool mask where a warp has dK and dV of 32 keys, or of 96 columns (26 to 128 spills for sm_90a).
-    Other GPUs' kernels spill without masks, too (52 to 118 for sm_80).
+    Other GPUs' kernels spill without masks, too (6 to 118 for sm_80).
     """
     f, c = features, config
     has_most = c.key_mmas > 1 or tile_dim(max(f.D, f.Dv)) // c.column_warps > 64

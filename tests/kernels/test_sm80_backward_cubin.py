@@ -70,6 +70,8 @@ CAUSAL_DROPOUT = Features("bfloat16", 64, 64, right=True, dropout=True)
 """Features of a kernel that spills for sm_80 unless it is that of a ragged Sk."""
 EXACT = Features("float32", 128, 128, dropout=True)
 """Features of the kernel whose three products take the most registers."""
+EXACT_MASK = Features("float32", 128, 128, right=True, mask="bool")
+"""Features of a kernel that spills for sm_90a if operands are read ahead."""
 
 
 def reachable(arch: str) -> Iterator[Kernel]:
@@ -128,6 +130,7 @@ def keys() -> list[Key]:
     tight = [Key(ENTRY, (features, SMALL.config(features)), arch) for features, arch in TIGHT]
     for features in (WHOLE, CAUSAL_DROPOUT, EXACT):
         tight.append(Key(ENTRY, (features, LARGE.config(features, ragged_k=False)), "sm_80"))
+    tight.append(Key(ENTRY, (EXACT_MASK, LARGEST.config(EXACT_MASK)), "sm_90a"))
     return list(dict.fromkeys([*found, *tight]))
 
 
