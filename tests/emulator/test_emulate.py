@@ -67,8 +67,8 @@ def test_a_wrong_kernel_raises_and_names_the_line(lines, monkeypatch):
         emulate.device("sm_90a") as device,
         pytest.raises(emulate.EmulationError, match="out-of-bounds") as raised,
     ):
-        # What has been compiled with lines keeps them.
-        doubled(device, beyond=(1 << 20) + int(lines))
+        # What another test has compiled with lines keeps them.
+        doubled(device, beyond=(2 << 20) + int(lines))
     (finding,) = raised.value.findings
     assert finding.at.ptx_line is not None
     assert (finding.at.source is not None) == (lines == "1")
