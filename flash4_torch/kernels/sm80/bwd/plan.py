@@ -57,6 +57,7 @@ class Plan(BackwardPlan):
     @property
     def tf32_method(self) -> warp_tf32.Method:
         is_exact, ahead = self.features.is_exact, self.config.reads_ahead
+        # Single products that read ahead spill in neither form; D 64 is faster if the warp does not meet.
         return warp_tf32.Method(is_exact, steady=is_exact or not ahead, ahead=ahead)
 
     @property

@@ -73,6 +73,7 @@ class Plan(ForwardPlan):
         is_exact, has_band = f.is_exact, f.left or f.right
         # Two chunks of scores spill elsewhere (4 to 8 times), and without a band if the warp meets (3 times).
         by_two = c.reads_ahead and self.D == 128 and not (self.shares_rows or (has_band and c.pack_gqa > 1))
+        # Three steps are an iteration less; with 256 columns they spill (2 to 80 times).
         return warp_tf32.Method(
             is_exact,
             steady=is_exact and (has_band or not by_two),
