@@ -46,7 +46,7 @@ FEATURE_WORDS = {
     "float-mask": "an attn_mask in the call's dtype",
     "sinks": "attention sinks in the call's dtype",
     "weights": "attention weights, for need_weights=True",
-    "kvcache": "append_kvcache as serving engines call it, and merge_states",
+    "kvcache": "attention_kvcache, append_kvcache as serving engines call it, and merge_states",
     "deterministic": "deterministic gradients",
     "ring": "what ranks that share a sequence call, too",
 }

@@ -75,7 +75,7 @@ WORDS: dict[str, dict[str, object]] = {
     "deterministic": {},
     "ring": {},
 }
-"""Fields of `Features` that each word sets; float masks and sinks have the call's dtype; deterministic:
+"""Fields of `Features` that each word sets; floating masks and sinks have the call's dtype; deterministic:
 gradients; weights: the attention weights, too; kvcache: what is done around a KV cache, too; ring: what ranks
 that share a sequence call, too."""
 
@@ -100,7 +100,7 @@ def warmup(
             "sm_86", "sm_87", "sm_89", "sm_120a" and "sm_121a" for GPUs of these compute capabilities.
             Default: the current GPU's.
         head_dims: D, or (D, Dv) where they differ; multiples of 8 up to 512 (other head sizes are padded).
-            Above 256 there are no gradients, no weights and no kvcache.
+            Above 256 the words weights and kvcache are errors. Default: 64 and 128.
         dtypes: "bfloat16", "float16" and "float32"; the latter with and without TF32, up to 256 columns (192
             where `arch` has 99 KiB of shared memory), without kvcache. Default: the first two.
         features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,

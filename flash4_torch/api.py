@@ -103,11 +103,13 @@ def attention(
         causal: row i sees keys up to i + Sk - Sq (aligned to the bottom right).
         window: (left, right), row i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; None: no bound.
             A negative bound leaves out the diagonal: (None, -1) is all keys before it, (-1, 3) the three
-            after it. left + right must be at least 0, and right too if causal, which is right = 0.
+            after it. left + right must be at least 0. causal=True sets right to 0; a negative right beside it
+            is an error.
         scale: factor on q k^T. Default: 1 / sqrt(D).
         softcap: c > 0 replaces a score x by c * tanh(x / c), before the mask. Default: 0, off.
         attn_mask: broadcastable to (B, Hq, Sq, Sk), never expanded in memory. Bool: True attends. Floating:
-            added to the scores; it gets a gradient if it requires one.
+            added to the scores; it gets a gradient if it requires one. Not beside score_mod, mask_mod or
+            block_mask.
         sinks: (Hq,), floating. One more score in every row's softmax, of a key whose value is 0: what a row
             gives to it, no key gets. It is neither scaled, capped nor masked, and gets a gradient.
         dropout_p: probability of dropping a weight, from 0 to 1; kept weights are multiplied by
@@ -305,9 +307,9 @@ def attention_varlen(
             CPU only, because the host would have to wait for a GPU's values.
         cu_seqlens_k: (B + 1,), the same for k and v.
         max_seqlen_q: length of the longest sequence of queries, or an upper bound; an int, or a 0-dim tensor
-            (the host then waits for its value). Default: Tq, for which nobody has to wait. A GPU's kernels
-            look for tiles up to this length in every sequence, so that of B equally long ones all but one
-            tile in B are then empty; results do not change beyond rounding.
+            (the host then waits for its value). Default: Tq, which needs no synchronisation. On a GPU it
+            costs time: tiles are launched as if every sequence had this length, and most of them are empty.
+            Results change by rounding only.
         max_seqlen_k: the same for keys; default Tk.
         causal, window, scale, softcap, sinks, dropout_p, deterministic: as in `attention`, within each
             sequence.
@@ -322,7 +324,7 @@ def attention_varlen(
         sequence counts as a batch entry.
 
     Raises:
-        ArgumentError, KeywordError, TraceError: as in `attention`.
+        ArgumentError, KeywordError, BackendError, TraceError, DoubleBackwardError: as in `attention`.
     """
     if unknown:
         raise no_argument(attention_varlen, unknown)
@@ -465,7 +467,7 @@ def scaled_dot_product_attention(
 
     Raises:
         ShapeError: key and value differ in length (torch would read past the end).
-        RangeError: scale is NaN, or infinite in float32; dropout_p is NaN, negative or no float.
+        RangeError: scale is NaN, or infinite in float32; dropout_p is NaN, negative or infinite.
         LayoutError: a tensor is sparse, or in a library's own layout.
         DeviceError: attn_mask alone is a meta tensor.
         ArgumentError: torch's `context_parallel` is active, which has to see torch's own function.

@@ -7,7 +7,6 @@ run, launched exactly as that GPU's backend launches them.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +20,8 @@ from ..reference.weights import WeightsGradients
 from .base import DqSums, Grads, Results, RunningOut
 from .compiled import SM80_ON_REQUEST, TARGETS, Compiled, Target, backward, forward, limits
 from .compiled import weights as weights_launch
+from .compiled.served import why_missing
 from .compiled.targets import Find
-
-_NEEDED = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 
 _one_at_a_time = forks.Lock()
 """The DSL has one target and one runtime library per process, so one thread compiles and launches at a time.
@@ -101,17 +99,10 @@ _emulated = _Emulated()
 def why_not_emulated(device: str) -> list[str]:
     """The reasons why the emulator runs nothing for tensors on that kind of device."""
     why = [] if _is_asked_for() else [f"it serves only where {env.BACKEND.name}={Emulator.name} asks for it"]
-    if missing := _missing():
-        why.append(f"{' and '.join(missing)} must be installed (pip install 'flash4_torch[kernels]')")
+    why += why_missing(exported=False)
     if device != "cpu":
         why.append(f"the tensors are on {device}, and it serves cpu")
     return why
-
-
-@functools.cache
-def _missing() -> list[str]:
-    """Required packages that are not installed."""
-    return [package for module, package in _NEEDED.items() if not importlib.util.find_spec(module)]
 
 
 def _is_asked_for() -> bool:

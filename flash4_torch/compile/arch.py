@@ -37,5 +37,6 @@ def checked(arch: str | None) -> str:
     if arch is None and torch.cuda.is_available():
         return of_capability(torch.cuda.get_device_capability())
     if arch not in NAMES:
-        raise RangeError("arch", repr(arch), f"without a GPU to ask it must be one of {', '.join(NAMES)}")
+        asked = "" if arch else "without a GPU to ask "
+        raise RangeError("arch", repr(arch), f"{asked}it must be one of {', '.join(NAMES)}")
     return arch

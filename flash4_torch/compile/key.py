@@ -22,8 +22,11 @@ _PACKAGE = Path(__file__).parents[1]
 _LAYOUT = 1
 """Version of the kernels' files; increase it when this package changes what they contain."""
 
-CONFIGS = ("decode", "types", "weights")
-"""Modules of configs/ that kernels import; numbers of others enter `static`."""
+SOURCES = (
+    *("configs/decode.py", "configs/types.py", "configs/weights.py"),
+    *("flex/program.py", "flex/ramp.py", "flex/table.py"),
+)
+"""Modules that kernels import from elsewhere; what others compute enters `static`."""
 
 _MADE_BY = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
@@ -68,7 +71,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def fingerprint(entry: str) -> str:
-    """A hash of a kernel's sources: kernels/, `CONFIGS`, and the entry's module if that is elsewhere."""
+    """A hash of a kernel's sources: kernels/, `SOURCES`, and the entry's module if that is elsewhere."""
     return _hash_of_sources(entry)
 
 
@@ -78,8 +81,7 @@ def is_edited(entry: str) -> bool:
 
 
 def _hash_of_sources(entry: str) -> str:
-    configs = [_PACKAGE / "configs" / f"{name}.py" for name in CONFIGS]
-    files = [*sorted((_PACKAGE / "kernels").rglob("*.py")), *configs]
+    files = [*sorted((_PACKAGE / "kernels").rglob("*.py")), *(_PACKAGE / name for name in SOURCES)]
     module = entry.partition(":")[0]
     if not module.startswith("flash4_torch.kernels."):
         spec = importlib.util.find_spec(module)

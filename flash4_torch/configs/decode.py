@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .sm80 import LARGE_BYTES, SMALL_BYTES
-from .types import SHARED_MEMORY, Features, tile_dim
+from .types import LARGE_BYTES, RESERVED_BYTES, SHARED_MEMORY, SMALL_BYTES, Features, tile_dim
 
 CLUSTERS = (1, 2, 4, 8)
 """CTAs that a cluster may have; every GPU that has clusters launches these."""
@@ -147,8 +146,6 @@ _OTHER_ROW_BYTES, _OTHER_BYTES = 216, 3 * 1024
 """More than a CTA with warp-level MMAs has in SMEM besides Q, K, V and O: of each row, and of none."""
 _SHARED_OTHER_BYTES = 2 * 1024
 """The same of a CTA with a tile of `SHARED_ROWS`, whose rows have their lse there."""
-_RESERVED_BYTES = 1024
-"""Bytes of an SM's shared memory that each CTA takes besides its own."""
 STAGES_OF_TWO_CTAS, MOST_STAGES = 3, 8
 """Stages that each of two CTAs of an SM has at least, and that a CTA has at most."""
 CTAS_PER_SM = 2
@@ -320,7 +317,7 @@ def may_use_wgmma(form: DecodeForm, tile_rows: int, group: int, batch_invariant:
 
 def cta_bytes(gpu: Gpu, ctas: int) -> int:
     """Bytes of shared memory of a CTA, where so many share an SM."""
-    return (gpu.smem_bytes + _RESERVED_BYTES) // ctas - _RESERVED_BYTES
+    return (gpu.smem_bytes + RESERVED_BYTES) // ctas - RESERVED_BYTES
 
 
 def ctas_per_sm(gpu: Gpu, rows: int, stage_bytes: int, other_bytes: int, most: int = CTAS_PER_SM) -> int:

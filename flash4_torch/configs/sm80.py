@@ -1,11 +1,11 @@
 """The tiles of the forward by mma.sync: which to take for which call, and why.
 
-There are two tables, by how much shared memory a CTA may have: `LARGE` (compute capability 8.0, 8.7 and all
-that have more) and `SMALL` (8.6, 8.9, 12.0, 12.1). A table's rows are read from the top: the first one that
-admits the call serves it. No GPU of the family has timed any of them, an H200 some. What a row says is what
-these times and ptxas said, and what follows from these numbers of an SM: 64 K registers; of shared memory
-164 KiB (8.0, 8.7) or 100 KiB, of which each CTA takes 1 KiB more than it asks for; and 4 tensor cores, which
-want at least two warps each.
+There are three tables: `ON_REQUEST` for GPUs with kernels of their own, and two by how much shared memory a
+CTA may have: `LARGE` (compute capability 8.0, 8.7 and all that have more) and `SMALL` (8.6, 8.9, 12.0, 12.1).
+A table's rows are read from the top: the first one that admits the call serves it. No GPU of the family has
+timed any of them, an H200 some. What a row says is what these times and ptxas said, and what follows from
+these numbers of an SM: 64 K registers; of shared memory 164 KiB (8.0, 8.7) or 100 KiB, of which each CTA
+takes 1 KiB more than it asks for; and 4 tensor cores, which want at least two warps each.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import NamedTuple
 
 from .packing import best_pack, possible_packs, rows_that_share_keys
 from .sizes import Sizes, may_end_inside
-from .types import SHARED_MEMORY, Features, Sm80Forward, tile_dim
-
-MAX_D = 512
-LARGE_BYTES, SMALL_BYTES = 163 * 1024, 99 * 1024
-"""Bytes of shared memory that a CTA may have."""
-_OF_EACH_CTA = 1024
-"""Bytes of an SM's shared memory that a CTA takes besides."""
+from .types import (
+    LARGE_BYTES,
+    RESERVED_BYTES,
+    SHARED_MEMORY,
+    SMALL_BYTES,
+    Features,
+    Sm80Forward,
+    tile_dim,
+)
 
 _ACCUMULATORS = 160
 _ACCUMULATORS_WITH_MORE = 144
@@ -216,7 +218,7 @@ class Table(NamedTuple):
         split = config._replace(splits_q=True)
         # Of threads of three products an SM has registers for eight warps.
         ctas, ctas_if_split = (
-            min(self.splits_q_within // (c.shared_memory(f) + _OF_EACH_CTA), 8 // c.warps)
+            min(self.splits_q_within // (c.shared_memory(f) + RESERVED_BYTES), 8 // c.warps)
             for c in (config, split)
         )
         # 64 keys leave no registers for masks next to sinks.
@@ -239,7 +241,7 @@ class Table(NamedTuple):
 LARGE = Table(_LARGE, _FLOAT32_LARGE, LARGE_BYTES)
 SMALL = Table(_SMALL, _FLOAT32_SMALL, SMALL_BYTES)
 ON_REQUEST = LARGE._replace(
-    keeps_chunks_apart=False, splits_q_within=SHARED_MEMORY + _OF_EACH_CTA, reads_ahead=True
+    keeps_chunks_apart=False, splits_q_within=SHARED_MEMORY + RESERVED_BYTES, reads_ahead=True
 )
 """The table of GPUs with kernels of their own: on an H200 branches cost 6 to 20 % of a forward."""
 
@@ -255,8 +257,8 @@ def _is_faster_ahead(features: Features, config: Sm80Forward) -> bool:
 
 
 def _serves_any_length(features: Features, config: Sm80Forward) -> bool:
-    """Whether there is one kernel, whether Sk fills its blocks or not: where no branch masks scores, few
-    warps with 256 columns spill 2 times for sm_86 and sm_89, and dropout with 32 rows to a warp 16 to 67.
+    """Whether one kernel (with ragged_k) serves every Sk. Without the branch that masks the ragged end, few
+    warps at Dv 256 spill 2 times (sm_86, sm_89), and dropout with 32 rows to a warp 16 to 67 times.
     """
     f, c = features, config
     has_few_warps = c.warps < 8 and c.column_warps == 1 and c.keys == 32 and f.Dv > 192

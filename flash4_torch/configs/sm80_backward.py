@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from .sections import Section, Workload, bounded_backward
 from .sizes import BackwardSizes, may_end_inside
-from .sm80 import LARGE_BYTES, SMALL_BYTES
-from .types import SHARED_MEMORY, Features, Sm80Backward, tile_dim
+from .types import LARGE_BYTES, SHARED_MEMORY, SMALL_BYTES, Features, Sm80Backward, tile_dim
 
 _ORDERED, _ORDERED_IF_BOUNDED = 12, 32
 """KV heads of a section of the deterministic backward: those that Hopper was measured with."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from . import sm80
 from .sizes import Sizes
 from .splits import Candidate, Splits
-from .types import Features, Sm80Forward, tile_dim
+from .types import RESERVED_BYTES, Features, Sm80Forward, tile_dim
 from .waves import TileTime
 
 _NS_16_BITS = {1: 0.0018, 2: 0.0014}
@@ -25,8 +25,6 @@ _ALONE = 0.65
 """The share of the time of two tiles on an SM that one takes: 0.58 to 0.70."""
 _REGISTERS_OF_WARPS = 8
 """Warps whose registers fill an SM, of as many as a thread may have."""
-_RESERVED_BYTES = 1024
-"""Bytes of an SM's shared memory that each CTA takes besides its own."""
 
 
 class _Gpu(NamedTuple):
@@ -43,7 +41,7 @@ def _candidate(gpu: _Gpu, features: Features, row: sm80.Row) -> Candidate:
         rate = _NS_EXACT if features.is_exact else _NS_TF32
     if config.column_warps > 1:
         rate *= _NS_OF_SHARED_ROWS
-    fit = gpu.bytes // (config.shared_memory(features) + _RESERVED_BYTES)
+    fit = gpu.bytes // (config.shared_memory(features) + RESERVED_BYTES)
     at_once = min(fit, _REGISTERS_OF_WARPS // config.warps)
     time = TileTime(rate * config.rows * columns * at_once, _BESIDES_NS + _BESIDES_NS_PER_COLUMN * columns)
     alone = 1.0 if at_once == 1 else _ALONE

@@ -17,6 +17,10 @@ LARGE_SOFTCAP = 64.0
 softcap * 2^-24."""
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a CTA on Hopper and on Blackwell may have."""
+LARGE_BYTES, SMALL_BYTES = 163 * 1024, 99 * 1024
+"""The same on compute capability 8.0 and 8.7, and on 8.6, 8.9, 12.0 and 12.1."""
+RESERVED_BYTES = 1024
+"""Bytes of an SM's shared memory that each CTA takes besides."""
 _BARRIERS_AND_ALIGNMENT = 2048
 _WORK_TILE = 32
 """Bytes of the work tile of a kernel by mma.sync, without those of a split."""
@@ -90,14 +94,13 @@ class Features(NamedTuple):
     sinks: str = ""
     """Forward only: '' for none, else the dtype of the sinks: "bfloat16", "float16", "float32"."""
     page_box: int = 0
-    """Forward only: 0 without pages, else packed queries (`varlen`) find keys and values in pages by a block
-    table. A block of keys is loaded in boxes of this many, 16, 32, 64 or 128: it divides the keys of a block
-    and those of a page, so that no box crosses into another page."""
+    """Forward only: keys in a TMA box of a paged cache, 16 to 128, which divides both a block and a page; 0
+    without pages. With pages, queries are packed (`varlen`)."""
     mods: Mods = Mods()
     """score_mod, mask_mod and a block mask."""
     tf32: bool = False
-    """float32 only: numbers are rounded to TF32, and a product is one product. Otherwise it is three of TF32
-    numbers, and as exact as float32."""
+    """float32 only: operands are rounded to TF32, with one MMA each. Otherwise 3xTF32, as exact as float32:
+    three MMAs of big and small parts (big x big, big x small, small x big)."""
     dropout_of_part: bool = False
     """The call is a part of a larger one, in which dropout counts its positions and heads."""
     running: str = ""
@@ -121,7 +124,7 @@ class Features(NamedTuple):
 
     @property
     def column_step(self) -> int:
-        """What columns in shared memory are a multiple of: those of a swizzle where numbers are float32."""
+        """Multiple to which head sizes are padded in SMEM; in float32 it is a swizzle's width."""
         return 32 if self.is_float32 else 16
 
     @property
@@ -195,8 +198,8 @@ class Sm80Forward(NamedTuple):
     """Whether three products add every second chunk of O's columns in a branch, so that not all sums live at
     once (ptxas.md, P31)."""
     splits_q: bool = False
-    """Whether the two TF32 numbers that three products take of each of Q are made once for a tile, and not
-    for each block: Q takes twice as much SMEM."""
+    """Whether Q's big and small TF32 parts are computed once per tile instead of once per block; Q then takes
+    twice as much SMEM."""
     reads_ahead: bool = False
     """Whether float32 operands are read from SMEM a step ahead of their MMAs."""
 
@@ -474,8 +477,8 @@ class Sm80Backward(NamedTuple):
         Several `column_warps` also share P. A floating mask has as many stages as Q. With dropout there is a
         bit for each weight of a block, but with several `query_parts`, whose bits lie where dS will be.
         """
-        steps = (features.column_step * p for _, p in _columns(self, features))
-        D, Dv = (-(-n // s) * s for (n, _), s in zip(_columns(self, features), steps, strict=True))
+        parts = (features.D, self.q_parts), (features.Dv, self.column_warps)
+        D, Dv = (-(-n // (step := features.column_step * p)) * step for n, p in parts)
         rows = (self.stages * self.queries * n for n in (D, Dv))
         weights = (self.weight_keys if features.is_float32 else self.keys) * self.queries
         matrices = (*rows, self.keys * D, self.keys * Dv, weights, weights * (self.column_warps > 1))
@@ -488,11 +491,6 @@ class Sm80Backward(NamedTuple):
         numbers = self.stages * self.keys * self.queries
         mask = numbers * (4 if features.mask == "float32" else 2) if features.float_mask else 0
         return whole + mask + statistics + bits // 8 + 8 * self.copies_after_scores
-
-
-def _columns(config: Sm80Backward, features: Features) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Head sizes, and the number of parts of each."""
-    return (features.D, config.q_parts), (features.Dv, config.column_warps)
 
 
 class Sm90Backward(NamedTuple):

@@ -70,7 +70,8 @@ def context_parallel_attention(
         causal, window, scale, softcap, sinks, deterministic: as in `attention`, in whole sequences; sinks are
             those of all heads.
         dropout_p: as in `attention`; the mask is that of one process, in which torch's generator is in the
-            state of the first rank's.
+            state of the first rank's. On a GPU chunks begin at multiples of 16 tokens of their document, or
+            it is a RangeError.
         return_lse: also return lse, (B, Hq, Sq / ranks), or packed (Hq, T / ranks).
 
     Returns:
@@ -80,6 +81,7 @@ def context_parallel_attention(
 
     Raises:
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
+        KeywordError: there is no such argument; the message says what to use instead.
         CommunicationError: another rank failed, or did not answer within its process group's timeout.
     """
     if unknown:
@@ -122,7 +124,11 @@ def ring_attention(
     return_lse: bool = False,
     **unknown: Any,
 ) -> Any:
-    """`context_parallel_attention` over a group or a one-dimensional mesh, all of whose ranks are a ring."""
+    """`context_parallel_attention` over a group or a one-dimensional mesh, all of whose ranks are a ring.
+
+    Args:
+        group: the ranks. Default: all. The others: as in `context_parallel_attention`.
+    """
     if unknown:
         raise no_argument(ring_attention, unknown)
     ranks = Ranks(axis_of("group", group), ALONE)
@@ -165,6 +171,9 @@ def ulysses_attention(
     """`context_parallel_attention` over a group or a one-dimensional mesh, all of whose ranks divide heads.
 
     The layout is contiguous: rank n holds the n-th part of the sequence.
+
+    Args:
+        group: the ranks. Default: all. The others: as in `context_parallel_attention`.
     """
     if unknown:
         raise no_argument(ulysses_attention, unknown)

@@ -18,13 +18,13 @@ dtype and head size that `attention` takes will do. What differs:
 - max_seqlen_q and max_seqlen_k may be left out, as in FlashAttention-4; `attention_varlen` says at what cost.
 - deterministic=False leaves the choice to torch.are_deterministic_algorithms_enabled().
 - Dropout follows torch.manual_seed, but drops other weights than flash-attn does.
-- num_splits, pack_gqa, sm_margin, min_seqlen_k, seqlen_k_per_split, scheduler_metadata and
-  disable_scheduler_metadata do not change what is computed: they are taken and have no effect.
-- learnable_sink is served by flash_attn_func, flash_attn_varlen_func and flash_attn_with_kvcache; with
-  alibi_slopes the bias is whole.
+- pack_gqa, sm_margin, min_seqlen_k, seqlen_k_per_split, scheduler_metadata,
+  disable_scheduler_metadata, and num_splits without a KV cache, are accepted and ignored.
+- learnable_sink is served by flash_attn_func, flash_attn_varlen_func and flash_attn_with_kvcache; beside
+  alibi_slopes it makes the mask (B or 1, Hq, Sq, Sk), causal or not.
 - seqused_q, cache_leftpad, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars,
   block_sparse_tensors, block_sparse_tensors_bwd, qv, gather_kv_indices, attention_chunk and q_descale are
-  not served: all but their defaults is an error.
+  not served: any value but the default is an error.
 
 KV caches, in flash_attn_with_kvcache and, with block_table or seqused_k, in flash_attn_varlen_func:
 

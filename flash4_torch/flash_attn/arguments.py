@@ -36,10 +36,10 @@ _OPTIONS = {
 }
 """Our names of options over KV caches, and flash-attn's."""
 
-_NO_MODS = "functions of scores are not served; softcap is, and flash4_torch.attention takes an attn_mask"
+_NO_MODS = "it is not served here; flash4_torch.attention takes score_mod, mask_mod and block_mask"
 _CACHES = "flash_attn_varlen_func and flash_attn_with_kvcache take it, for a cache"
 _UNSERVED: dict[str, str] = {
-    "learnable_sink": "flash_attn_func and flash_attn_varlen_func take it",
+    "learnable_sink": "flash_attn_func, flash_attn_varlen_func and flash_attn_with_kvcache take it",
     "block_table": _CACHES,
     "page_table": _CACHES,
     "cache_leftpad": "a sequence's keys begin with the first row of its entry or pages",
@@ -50,8 +50,8 @@ _UNSERVED: dict[str, str] = {
     "mask_mod": _NO_MODS,
     "aux_tensors": _NO_MODS,
     "aux_scalars": _NO_MODS,
-    "block_sparse_tensors": "block sparsity is not served; flash4_torch.attention takes an attn_mask",
-    "block_sparse_tensors_bwd": "block sparsity is not served; flash4_torch.attention takes an attn_mask",
+    "block_sparse_tensors": _NO_MODS,
+    "block_sparse_tensors_bwd": _NO_MODS,
     "qv": "latent attention with absorbed weights is not served",
     "gather_kv_indices": "a choice of keys for each query is not served",
     "attention_chunk": "chunks of attention are not served",

@@ -66,16 +66,17 @@ def flash_attn_with_kvcache(
     No host waits for a length, so a CUDA graph may be replayed with other lengths and tables.
 
     Args:
-        q: (B, Sq, Hq, D), or with cu_seqlens_q packed, (Tq, Hq, D); bfloat16, float16 or float32.
+        q: (B, Sq, Hq, D), or with cu_seqlens_q packed, (Tq, Hq, D); bfloat16, float16, float32
+    or float64.
         k_cache: pages (pages, page_size, Hk, D) with block_table, else one entry for each sequence,
             (B, S, Hk, D); in q's dtype or float8_e4m3fn, any strides.
         v_cache: the same with Dv columns.
         k: new keys, (B, Snew, Hk, D), or with cu_seqlens_k_new packed, (Tnew, Hk, D): token i of sequence b
             becomes key cache_seqlens[b] + i. Default: nothing is appended.
         v: their values, with Dv columns.
-        rotary_cos: (positions, R / 2): rotates the first R columns of k before it is stored, and of q. Token
-            i of a sequence has position cache_seqlens[b] + i; if neither causal nor a window is given, all
-            of q's tokens have cache_seqlens[b]. Requires k.
+        rotary_cos: (positions, R / 2), in k's dtype or float32: rotates the first R columns of k before it is
+            stored, and of q. Token i of a sequence has position cache_seqlens[b] + i; if neither causal nor a
+            window is given, all of q's tokens have cache_seqlens[b]. Requires k.
         rotary_sin: the same.
         cache_seqlens: the number of keys before k is appended, (B,), int32, or one int for all; with
             neither k nor this, all that there is room for. Keys of negative places are not stored on a GPU.

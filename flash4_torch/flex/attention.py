@@ -118,11 +118,12 @@ def flex_attention(
         ArgumentError: an argument is outside its limits.
         TraceError: a function uses something that a kernel cannot do for a score; the message names the
             operation and the line.
+        BackendError: no backend can serve the call; see `flex_support`.
         DoubleBackwardError: second derivatives were asked for.
 
-    Functions are run on numbers without values, to record what they do; no source is read. A function that
-    reads numbers, tensors and functions alone is run again only when one of these has changed, values of
-    tensors aside; one that reads lists, dicts or properties is run in each call, for milliseconds.
+    Functions are traced: run on numbers without values, to record what they do; no source is read. A function
+    that reads numbers, tensors and functions alone is traced again only when one of these has changed, values
+    of tensors aside; one that reads lists, dicts or properties is traced in each call, for milliseconds.
     """
     _check_outputs(return_lse, return_aux)
     has_max = return_aux is not None and return_aux.max_scores

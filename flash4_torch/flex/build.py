@@ -368,8 +368,7 @@ class _Translation:
 
     def _as_lane(self, x: Value, dtype: torch.dtype | None = None) -> Lane:
         if isinstance(x, Number):
-            kind = x.dtype or dtype or torch.tensor(x.value).dtype
-            lane = self.builder.number(x, dtype if x.dtype in (None, dtype) and dtype else kind)
+            lane = self.builder.number(x, x.dtype or dtype or torch.tensor(x.value).dtype)
         elif isinstance(x, Free):
             lane = self.gathered(x)
         elif isinstance(x, Lane):
@@ -393,7 +392,7 @@ class _Translation:
             alpha = self.args[2]
         if not isinstance(alpha, Number):
             raise Unsupported(self.node, "alpha is no number")
-        left, right = self._as_lane(x, self.dtype), None
+        left = self._as_lane(x, self.dtype)
         if op == "pow" and isinstance(y, Number):
             # A known exponent is a multiplication or a root; its value decides on the code.
             right = self.builder.add("constant", (y.value,), self.dtype)

@@ -124,7 +124,7 @@ def append_kvcache(
         q_out: where rotated q goes, like q; it may be q itself. Default: a new tensor.
 
     Returns:
-        Rotated q, or None without q. A token of no sequence has some rotation.
+        Rotated q, or None without q. Tokens of no sequence are rotated by an unspecified angle.
 
     Raises:
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.

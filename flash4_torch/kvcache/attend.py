@@ -97,10 +97,10 @@ def attention_kvcache(
             float8_e4m3fn; any strides, a view of a cache that interleaves K and V too. Hk divides Hq.
         v_cache: the same with Dv columns.
         seqused_k: (B,), int32, keys of each sequence, those of the new tokens included. Default, only
-            without block_table: S. More than there is room for counts as what there is room for.
+            without block_table: S. Too large a length is clamped on a GPU, and a RangeError on a CPU.
         block_table: (B, blocks), int32: key j of sequence b is row j % page_size of page
             block_table[b, j // page_size]. Entries past a sequence's end are not read; page numbers that do
-            not exist are read as the nearest that does.
+            not exist are clamped on a GPU, and a RangeError on a CPU.
         cu_seqlens_q: (B + 1,), int32, for packed q: sequence b has tokens cu_seqlens_q[b] to
             cu_seqlens_q[b + 1] - 1, none if both are equal. Rows of `out` after the last one are not written.
         max_seqlen_q: most tokens of a sequence of packed q, or a bound: an int, or a 0-dim tensor (the host
@@ -115,10 +115,11 @@ def attention_kvcache(
         sinks: (Hq,), floating: one more score of every token, of a key whose value is 0.
         k_scale: (), (Hk,) or (B, Hk), float32: what keys of a float8 cache are multiplied by. Default: 1.
         v_scale: the same for values.
-        num_splits: parts into which a sequence's keys are divided among CTAs. Default: by the bounds.
+        num_splits: parts into which a sequence's keys are divided among CTAs. Default: chosen from
+    max_seqlen_q and max_seqlen_k.
         batch_invariant: a token's bits depend on its q, on the keys and values it sees, their positions, its
             sink and the options alone; not on other sequences, the tokens beside it, page_size or bounds.
-            Decoding one by one then equals prefill bit for bit. num_splits has no say.
+            Decoding one by one then equals prefill bit for bit. num_splits is ignored.
         out: what the result is written to, like q but with Dv columns.
         return_lse: also return lse, the log-sum-exp of each token's scores.
 
@@ -134,8 +135,8 @@ def attention_kvcache(
         NoGradientError: a gradient of the result was requested.
 
     No host waits for a length, so a CUDA graph may be replayed with others. A GPU without kernels of ours,
-    a CPU, and what the kernels do not serve (float32, float64; D and Dv that are no multiples of 8 or above
-    256) get their keys gathered by torch.
+    a CPU, and what the kernels do not serve (float32, float64; D and Dv that are no multiples of 8, of a
+    float8 cache 16, or above 256) get their keys gathered by torch.
     """
     if unknown:
         raise no_argument(attention_kvcache, unknown)

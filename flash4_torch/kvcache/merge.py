@@ -23,8 +23,8 @@ def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor
             for float64). -inf says that there are no keys, and that out does not count, whatever it holds.
 
     Returns:
-        (out, lse), contiguous, in the dtypes of outs and lses. A row without keys has out 0 and lse -inf; a
-        part that has all keys of a row is the result.
+        (out, lse), contiguous, in the dtypes of outs and lses. A row without keys has out 0 and lse -inf;
+        if one part has all keys of a row, the result is that part's.
 
     Raises:
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.

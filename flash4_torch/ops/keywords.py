@@ -32,15 +32,15 @@ _SAME = (
 )
 """Synonyms, ours first: names in flash-attn, PyTorch, Hugging Face, xformers, FlashInfer, vLLM and SGLang."""
 
-_BUT = {"window_size": ", and a bound of -1 is one: None is none"}
+_BUT = {"window_size": ", where -1 is a bound and None is no bound"}
 """What else differs about a synonym."""
 
 _OTHERWISE = {
     "alibi_slopes": "give what it adds to the scores as attn_mask",
-    "attn_mask": "no mask tensor, but causal, window and cu_seqlens say who sees whom",
+    "attn_mask": "use causal and window, or in attention_varlen mask_mod or block_mask",
     "block_mask": "attention and flex_attention take one",
     "enable_gqa": "query heads may always be a multiple of KV heads",
-    "return_attn_probs": "the weights are never stored; return_lse=True gives their logarithmic sums",
+    "return_attn_probs": "weights are not stored; return_lse=True gives the log-sum-exp of each row's scores",
     "mask_mod": "attention takes one",
     "score_mod": "attention and flex_attention take one",
 }

@@ -22,8 +22,9 @@ _deterministic: Any = torch.utils.deterministic
 def backends_used() -> Iterator[Counter[tuple[str, str]]]:
     """Counts, while open, every served call as (operator, backend name), autograd's threads included.
 
-    Operators are 'attention', 'attention_varlen', 'flex_attention' and these with '_backward'. Compiled
-    graphs for a CPU may hold torch's own operator, for which nobody chooses a backend: it is not counted.
+    Operators are 'attention', 'attention_varlen', 'flex_attention' and these with '_backward'.
+    Calls around KV caches are not counted. Compiled graphs for a CPU may hold torch's own operator, for which
+    nobody chooses a backend: it is not counted.
     """
     used: Counter[tuple[str, str]] = Counter()
 

@@ -246,7 +246,7 @@ def test_features_by_words(words: str, chosen: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"arch": "sm_75"}, "arch is 'sm_75', but without a GPU to ask it must be one of sm_80, sm_86"),
+        ({"arch": "sm_75"}, "arch is 'sm_75', but it must be one of sm_80, sm_86"),
         ({"head_dims": [60]}, "head_dims is 60, but each must be a multiple of 8 up to 512"),
         ({"head_dims": [(64, 520)]}, "head_dims is 520, but each must be a multiple of 8 up to 512"),
         ({"dtypes": ["float64"]}, "dtypes is 'float64', but each must be one of bfloat16, float16, float32"),

@@ -213,8 +213,7 @@ def test_what_has_no_lasting_name_is_refused(part: Any) -> None:
 
 
 def _another_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    configs = {f"configs/{name}.py": "" for name in key.CONFIGS}
-    for name, text in {"kernels/sm90/fwd.py": "x = 1", **configs}.items():
+    for name, text in {"kernels/sm90/fwd.py": "x = 1", **dict.fromkeys(key.SOURCES, "")}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(key, "_PACKAGE", tmp_path)
@@ -251,19 +250,32 @@ def test_a_change_of_any_source_changes_the_fingerprint(
         seen.add(key.fingerprint("flash4_torch.kernels.a:f"))
     file.rename(file.with_name("other.py"))
     seen.add(key.fingerprint("flash4_torch.kernels.a:f"))
-    assert len(seen) == 3 + len(key.CONFIGS)
+    assert len(seen) == 3 + len(key.SOURCES)
 
 
-def test_every_config_that_kernels_import_is_hashed() -> None:
-    kernels = Path(key.__file__).parents[1] / "kernels"
+def test_every_module_that_kernels_import_is_hashed() -> None:
+    """The kernels' fingerprint covers what they import, and what that imports in turn."""
+    package = Path(key.__file__).parents[1]
+    found = set((package / "kernels").rglob("*.py"))
+    todo = list(found)
+    while todo:
+        new = _imports(todo.pop(), package) - found
+        found |= new
+        todo += new
+    names = {file.relative_to(package).as_posix() for file in found}
+    assert {name for name in names if not name.startswith("kernels/")} == set(key.SOURCES)
+
+
+def _imports(file: Path, package: Path) -> set[Path]:
+    """The package's modules that one of them imports."""
     found = set()
-    for file in kernels.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                package, _, module = node.module.partition(".")
-                if package == "configs":
-                    found |= {module} if module else {alias.name for alias in node.names}
-    assert found == set(key.CONFIGS)
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            for alias in node.names:
+                places = base / f"{alias.name}.py", base.with_suffix(".py"), base / "__init__.py"
+                found |= {next(path for path in places if path.is_file())}
+    return found - {package / "__init__.py"}
 
 
 def test_architectures_by_capability() -> None:

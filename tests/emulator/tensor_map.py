@@ -25,7 +25,6 @@ ELEMENT_TYPES = {
     "bfloat16": 10,
 }
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # keys: bytes of a row
-MAX_RANK = 5
 MAP_BYTES = 128
 
 

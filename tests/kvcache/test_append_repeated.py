@@ -24,7 +24,6 @@ from flash4_torch.reference.kvcache import Append
 from kvcache_on_cpu import gpu
 
 FLOAT8 = "float8_e4m3fn"
-Launched = tuple[str, tuple[object, ...], list[Any]]
 
 
 @st.composite

@@ -16,7 +16,7 @@ from torch import Tensor
 from flash4_torch import testing
 from flash4_torch.compile import jit
 from flash4_torch.configs.decode import GROUP, KEYS, LEAST_BLOCKS, DecodeForm, part_columns
-from flash4_torch.configs.types import Features
+from flash4_torch.configs.types import RESERVED_BYTES, Features
 from flash4_torch.masks import Band
 from flash4_torch.reference.attention import attention
 from flash4_torch.reference.scoring import Scoring
@@ -29,8 +29,6 @@ _RUNS = st.sampled_from([16, 48, 64, 112, 256])
 _PAGE_SIZES = st.one_of(st.sampled_from([1, 8, 16, 64]), st.integers(1, 130))
 LAYOUTS = ("rows", "heads", "both", "padded")
 """Pages of rows of heads, of heads of rows, with K and V side by side, or with gaps."""
-_RESERVED_BYTES = 1024
-"""Shared memory of an SM that each CTA loses."""
 FP8 = torch.float8_e4m3fn
 GARBAGE = (-1, 2**31 - 1, -(2**31), 5)
 
@@ -239,8 +237,8 @@ def shared_memory(kernel: Kernel) -> int:
     """Bytes of shared memory that a CTA may ask for, so that as many share an SM as its plan says."""
     from flash4_torch.kernels.decode.plan import DecodePlan
 
-    sm_bytes = kernel.form.gpu.smem_bytes + _RESERVED_BYTES
-    return sm_bytes // DecodePlan(*kernel).ctas_per_sm - _RESERVED_BYTES
+    sm_bytes = kernel.form.gpu.smem_bytes + RESERVED_BYTES
+    return sm_bytes // DecodePlan(*kernel).ctas_per_sm - RESERVED_BYTES
 
 
 def run(arch: str, kernel: Kernel, call: Call, **schedule: Any) -> Results:

@@ -159,7 +159,7 @@ class _Emulating(Emulated):
     """The emulator's backend, which is asked though no variable of the environment asks for it."""
 
     def why_not(self, problem: FlexProblem) -> list[str]:
-        return why_not_kernels(self.target(problem), problem)
+        return list(why_not_kernels(self.target(problem), problem))
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from everything import examples
 from flash4_torch import testing
 from flash4_torch.backends.compiled.backward import mask_plan, row_plans
 from flash4_torch.compile import jit
-from flash4_torch.configs.sm80 import LARGE_BYTES, SMALL_BYTES
 from flash4_torch.configs.types import (
+    LARGE_BYTES,
+    SMALL_BYTES,
     Features,
     Scope,
     Sm80Backward,

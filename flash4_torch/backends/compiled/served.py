@@ -49,13 +49,17 @@ class OnTargets:
             if can_serve:
                 served += f", and this one where {env.BACKEND.name}={self.name} asks for it"
             why.append(f"the GPU's compute capability is {capability}, and it serves {served}")
-        if missing := missing_packages(exported=bool(env.AOT_DIR.get())):
-            why.append(f"{' and '.join(missing)} must be installed ({INSTALL})")
-        return why
+        return [*why, *why_missing(exported=bool(env.AOT_DIR.get()))]
+
+
+def why_missing(exported: bool) -> list[str]:
+    """The reason why kernels cannot run for want of packages."""
+    missing = missing_packages(exported)
+    return [f"{' and '.join(missing)} must be installed ({INSTALL})"] if missing else []
 
 
 @cache
-def missing_packages(exported: bool) -> list[str]:
+def missing_packages(exported: bool) -> tuple[str, ...]:
     """Required packages that are not installed; exported kernels need no compiler."""
     needed = _TO_RUN if exported else _TO_COMPILE
-    return [package for module, package in needed.items() if not importlib.util.find_spec(module)]
+    return tuple(package for module, package in needed.items() if not importlib.util.find_spec(module))

@@ -219,7 +219,7 @@ class Emulated(Compiled):
     def why_not(self, problem: FlexProblem) -> list[str]:
         if why := why_not_emulated(problem.spec.device):
             return why
-        return why_not_kernels(emulated_target(), problem)
+        return list(why_not_kernels(emulated_target(), problem))
 
     def target(self, problem: FlexProblem) -> Target:
         return emulated_target()
@@ -241,7 +241,7 @@ _WIDEST = 256
 
 
 @lru_cache(maxsize=1024)
-def why_not_kernels(target: Target, problem: FlexProblem) -> list[str]:
+def why_not_kernels(target: Target, problem: FlexProblem) -> tuple[str, ...]:
     """The reasons why the target's kernels cannot serve the problem, on whatever device it is."""
     spec = problem.spec
     why = list(limits(target, plain_problem(problem)))
@@ -258,7 +258,7 @@ def why_not_kernels(target: Target, problem: FlexProblem) -> list[str]:
             why += lowering.limits(name, program_of(text))
     if spec.backward and spec.score_mod and not why:
         why += _why_not_differentiated(problem)
-    return why
+    return tuple(why)
 
 
 @lru_cache(maxsize=1024)

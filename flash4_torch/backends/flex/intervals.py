@@ -231,9 +231,11 @@ def of_call(inputs: FlexInputs, problem: FlexProblem, find: Find | None = None) 
         return before.intervals
     is_new = before is None or all(map(Data.same_tensor, before.captured, data))
     found = NONE
-    if is_new and len(known.found) < _MOST_CALLS:
+    has_room = before is not None or len(known.found) < _MOST_CALLS
+    if is_new and has_room:
         found = tables.apart(first.device, lambda: _found(inputs, problem, find))
-    known.found[key] = _Found(data, found)
+    if has_room:
+        known.found[key] = _Found(data, found)
     return found
 
 

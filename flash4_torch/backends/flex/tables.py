@@ -24,6 +24,8 @@ Lists = tuple[Tensor | None, ...]
 
 _MOST_BLOCKS = 1 << 22
 """Blocks of a mask up to which its tables are kept: 13 bytes each."""
+_MOST_CALLS = 64
+"""Kinds of calls with one mask, by their lengths and tiles, whose tables are kept; the oldest go first."""
 
 
 class Tables(NamedTuple):
@@ -148,6 +150,8 @@ def kept(lists: Lists, key: Hashable, make: Callable[[], Tables]) -> Tables:
         found = _of_mask[first] = _Kept(versions(lists), {})
     key = key, stream
     if key not in found.tables:
+        if len(found.tables) >= _MOST_CALLS:
+            del found.tables[next(iter(found.tables))]
         found.tables[key] = apart(first.device, make)
     return found.tables[key]
 

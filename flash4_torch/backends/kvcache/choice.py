@@ -10,7 +10,7 @@ import torch
 from ... import env
 from ...errors import BackendError
 from .. import emulator, tile_counters
-from ..compiled.served import missing_packages
+from ..compiled.served import why_missing
 from ..compiled.targets import SM80_FAMILY, SM80_ON_REQUEST, SM90A, SM100A, SM103A, Find, Target
 
 _KERNELS = {"sm90": (SM90A,), "sm100": (SM100A, SM103A), "sm80": SM80_FAMILY}
@@ -39,7 +39,7 @@ def find_kernels(call: str, device: torch.device, limits: Sequence[str]) -> Kern
     forced = env.BACKEND.get()
     target = None
     if forced == emulator.Emulator.name:
-        why = _why_not_emulated(device)
+        why = emulator.why_not_emulated(device.type)
     elif forced and forced not in _KERNELS:
         return None
     else:
@@ -72,19 +72,7 @@ def _compiled(device: torch.device, forced: str) -> tuple[list[str], Target | No
     if capability not in served:
         own = " and ".join(map(str, served))
         why.append(f"the GPU's compute capability is {capability}, and it serves {own}")
-    missing = _packages(missing_packages(exported=bool(env.AOT_DIR.get())))
-    return [*why, *missing], served.get(capability)
-
-
-def _why_not_emulated(device: torch.device) -> list[str]:
-    why = [] if device.type == "cpu" else [f"the tensors are on {device.type}, and it serves cpu"]
-    return [*why, *_packages(missing_packages(exported=False))]
-
-
-def _packages(absent: Sequence[str]) -> list[str]:
-    if not absent:
-        return []
-    return [f"{' and '.join(absent)} must be installed (pip install 'flash4_torch[kernels]')"]
+    return [*why, *why_missing(exported=bool(env.AOT_DIR.get()))], served.get(capability)
 
 
 def launch_on(device: torch.device, kernel: Callable[..., Any], *args: Any) -> None:

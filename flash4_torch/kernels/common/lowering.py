@@ -152,7 +152,8 @@ def _without_copies(derivative: Derivative) -> Derivative:
     program = derivative.program
     first = program.first_node
     number = {n: n for n in range(first)}
-    made: dict[Node, int] = {}
+    made: dict[tuple[str, Node], int] = {}
+    """By what is written, too, which tells a bool from the number that it equals."""
 
     def renamed(arg: Any) -> Any:
         if isinstance(arg, Ref):
@@ -164,19 +165,10 @@ def _without_copies(derivative: Derivative) -> Derivative:
         if node.op == "detach":
             number[first + i] = own.args[0].value
         else:
-            # A bool equals a number: what is written tells them apart.
-            number[first + i] = made.setdefault(_Key((repr(own), own)), first + len(made))
-    nodes = tuple(key.node for key in made)
+            number[first + i] = made.setdefault((repr(own), own), first + len(made))
+    nodes = tuple(node for _, node in made)
     gathers = (Gather(tensor, node._replace(args=renamed(node.args))) for tensor, node in derivative.gathers)
     return Derivative(program._replace(nodes=nodes, outputs=renamed(program.outputs)), tuple(gathers))
-
-
-class _Key(NamedTuple):
-    pair: tuple[str, Node]
-
-    @property
-    def node(self) -> Node:
-        return self.pair[1]
 
 
 def limits(name: str, program: Program) -> list[str]:

@@ -95,9 +95,9 @@ def prefetch_work(ctx: SchedulerContext, num_work: Uint32) -> Uint32:
 def await_work(ctx: SchedulerContext, number: Uint32, num_work: Uint32, work_idx: Uint32, at: Cursor):
     """The work index after `work_idx`, in all lanes of both CTAs of a cluster, and the next cursor.
 
-    Everybody asks at once for a second work item, long before the first is done. So where nobody has a third,
-    the second is not what was fetched: in opposite order, whoever has the longest first has the shortest
-    second. Packed sequences have tiles without rows, whose CTAs ask again at once.
+    All CTAs fetch their second item at the start. If no CTA can have a third (and the call is not varlen),
+    second items are dealt in reverse order, not as fetched: the CTA with the longest first item gets the
+    shortest second one. Varlen calls have empty tiles, whose CTAs fetch again at once.
     """
     workers = _num_workers(ctx)
     if cutlass.const_expr(ctx.plan.cluster_size == 1):

@@ -156,8 +156,8 @@ def _begins(ctx: Context, n: Int32) -> Boolean:
 
 
 def _begins_kept(ctx: Context, own: Span, n: Int32) -> Boolean:
-    """Whether a split begins with block n that is kept by itself: of more than there is room for, which are
-    no law's, all but the first few are one.
+    """Whether block n begins a split that is kept separately. Only the first plan.kept splits are: further
+    ones join the last of these, and then bits are not batch invariant.
     """
     return _begins(ctx, n) & (n // ctx.divisors.split_blocks - own.first < ctx.plan.kept)
 

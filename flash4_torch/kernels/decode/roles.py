@@ -96,11 +96,11 @@ def _load(ctx: Context, blocks: Span) -> None:
         ring.wait_empty(ctx.load_k, at)
         load_k(ctx, n, last, places, at.stage)
         if cutlass.const_expr(plan.lands_apart):
-            _commit(ctx, ctx.load_k, landed, is_due, 2 * in_flight)
+            _commit(ctx.load_k, landed, is_due, 2 * in_flight)
         ring.wait_empty(ctx.load_v, at)
         load_v(ctx, n, last, places, at.stage)
         if cutlass.const_expr(plan.lands_apart):
-            _commit(ctx, ctx.load_v, landed, is_due, 2 * in_flight)
+            _commit(ctx.load_v, landed, is_due, 2 * in_flight)
             if is_due:
                 landed = ring.after(landed, plan.stages)
         else:
@@ -118,7 +118,7 @@ def _load(ctx: Context, blocks: Span) -> None:
 
 
 @cute.jit
-def _commit(ctx: Context, edge: Ring, landed: Cursor, is_due: Boolean, in_flight: cutlass.Constexpr) -> None:
+def _commit(edge: Ring, landed: Cursor, is_due: Boolean, in_flight: cutlass.Constexpr) -> None:
     """End a group of copies, and if one is due signal that it has arrived: all but the last `in_flight`."""
     cute.arch.cp_async_commit_group()
     if is_due:

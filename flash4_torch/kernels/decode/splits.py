@@ -1,8 +1,8 @@
 """The blocks of keys that a split has, and the splits that a group has.
 
-Splits of any length divide what a tile sees evenly. Those of a fixed length are a law of bits: where they
-begin depends on the position alone, params.split_keys keys after one another. `GROUP` of them are a group,
-which is merged first; then groups are.
+Splits of any length divide what a tile sees evenly. Those of a fixed length make bits batch invariant: where
+they begin depends on the position alone, params.split_keys keys after one another. `GROUP` of them are a
+group, which is merged first; then groups are.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def attention_weights(
     with signs that are negative where dropout takes a weight.
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D): the last stride is 1, the others are multiples of 8 elements, and
-    bases are aligned to 16 bytes. lse (B, Hq, Sq) float32, contiguous; with a float mask lse_low as well.
+    bases are aligned to 16 bytes. lse (B, Hq, Sq) float32, contiguous; with a floating mask lse_low as well.
     weights (B, Hq, Sq, Sk), averaged (B, Sq, Sk), contiguous, in q's dtype. No size is 0.
     """
     plan.check()

@@ -51,7 +51,7 @@ def backward(
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv), or packed (T, H, D); last
     stride 1, the others multiples of 8 elements, bases aligned to 16 bytes. dk and dv like k and v. stats
     (2 or 4, B, Hq, Sp) or (2, Hq, Tp) float32, negated: -lse in base 2, -infinite where
-    there is no row or where one attends to nothing, and dlse - rowsum(out * dout); with a float mask or
+    there is no row or where one attends to nothing, and dlse - rowsum(out * dout); with a floating mask or
     score_mod also -lse in natural units, and -lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq,
     blocks, floats) float32, in the order of `dq_blocks.DqLanes`. tile_counter int32 (1,), zero before and
     after. dq_semaphore int32 (B, Hq, blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3),

@@ -83,7 +83,7 @@ _BUDGETS = (
             or p.features.mods.changes_scores
         ),
         _WITH_FEATURES,
-        "softcap, dropout and float masks take registers of compute",
+        "softcap, dropout and floating masks take registers of compute",
     ),
     Budget(always, Registers(144, 128, 96), "dQ of 64 columns in the reduce warps"),
 )

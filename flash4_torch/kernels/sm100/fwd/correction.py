@@ -58,7 +58,7 @@ def _rescale_blocks(ctx: Context, own: CorrectionThread, visited: Spans) -> None
 
 @cute.jit
 def _rescale(ctx: Context, own: CorrectionThread, t: cutlass.Constexpr) -> None:
-    """Rescale O of a tile. Few blocks need it: only where row_max of a row has grown by more than 2^8."""
+    """Rescale O of a tile. Few blocks need it: only where a row_max has grown by more than 8 in base 2."""
     cute.arch.barrier(barrier_id=NamedBarrier.RESCALE + t * WARPS + own.warp, number_of_threads=2 * WARP)
     factor = ctx.sScale[own.row, t]
     if cute.arch.vote_any_sync(factor < 1.0):

@@ -46,8 +46,8 @@ def forward(
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D); last
     stride 1, the others multiples of 8 elements, bases aligned to 16 bytes. lse (B, Hq, Sq) or (Hq, T)
-    float32, contiguous; with a float mask or score_mod also lse_low: what rounding has taken from lse; sinks
-    (Hq,), which lse counts. tile_counter int32 (1,), zero before and after. No size is 0.
+    float32, contiguous; with a floating mask or score_mod also lse_low: what rounding has taken from lse;
+    sinks (Hq,), which lse counts. tile_counter int32 (1,), zero before and after. No size is 0.
 
     With pages, `sequences_k` are `PageArgs` instead of cu_seqlens_k, and k (pages, page_size, Hk, D) and v
     (pages, page_size, Hk, Dv) have the keys of packed queries. A sequence has seqused_k[b] keys, at least 0

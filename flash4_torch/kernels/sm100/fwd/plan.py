@@ -114,7 +114,7 @@ _BUDGETS = (
     Budget(
         lambda p: p.q_tiles == 1 and p.features.dropout and p.features.float_mask,
         Registers(224, 96, 96, idle=24),
-        "one tile, dropout beside a float mask",
+        "one tile, dropout beside a floating mask",
     ),
     Budget(
         lambda p: p.q_tiles == 1, Registers(240, 120, 120, idle=24), "one tile: the second one's are free"
@@ -188,11 +188,6 @@ class Plan(ForwardPlan):
         return self.config.early // 16
 
     @property
-    def s_columns(self) -> tuple[int, ...]:
-        """First TMEM column of each tile's S, and then of its P."""
-        return tuple(t * self.keys for t in range(self.q_tiles))
-
-    @property
     def o_columns(self) -> tuple[int, ...]:
         return tuple(2 * self.keys + t * self.Dv for t in range(self.q_tiles))
 
@@ -245,7 +240,7 @@ class Plan(ForwardPlan):
         return self.band.masks and not (f.mask or f.dropout or f.mods.changes_scores)
 
     def changes_in_pieces(self, masked: bool) -> bool:
-        """Whether scores of a block are changed in TMEM: by a float mask, or by programs that are no ramp."""
+        """Whether scores of a block are changed in TMEM: by a floating mask, or programs that are no ramp."""
         f, mods = self.features, self.features.mods
         hides = mods.mask_mod or mods.blocks == "scores"
         may_hide = bool(hides) and (masked or not mods.blocks)

@@ -187,7 +187,7 @@ def _load_scores(ctx: Context, t: SoftmaxThread) -> cute.Tensor:
 def _change_in_pieces(
     ctx: Context, t: SoftmaxThread, work: TileState, n: Int32, masked: cutlass.Constexpr
 ) -> None:
-    """Scale scores, and add a float mask or apply programs, in TMEM: registers do not hold a row of scores
+    """Scale scores, and add a floating mask or apply programs, in TMEM: registers do not hold a row of scores
     next to what is loaded and computed for each of them (ptxas.md, P21).
     """
     plan = ctx.plan

@@ -1,4 +1,4 @@
 """The backward's main kernel.
 
-Read plan, launch, kernel, load, mask_tile, mainloop, weights, dq_sums, epilogue.
+Read plan, launch, kernel, load, mask_tile, mainloop, weights, dq_sums, empty, epilogue.
 """

@@ -43,8 +43,8 @@ def forward(
 
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), or packed (T, H, D). The last
     stride is 1, the others are multiples of 8 elements, and bases are aligned to 16 bytes. lse (B, Hq, Sq) or
-    (Hq, T) float32, contiguous; with a float mask lse_low as well: what rounding took from lse. sinks (Hq,)
-    are counted by lse. tile_counter is not used: a CTA has one tile. No size is 0.
+    (Hq, T) float32, contiguous; with a floating mask or score_mod lse_low as well: what rounding took from
+    lse. sinks (Hq,) are counted by lse. tile_counter is not used: a CTA has one tile. No size is 0.
 
     With `features.running` out is float32, and lse may have more rows than q: the kernel writes the first
     ones of each head. "add" merges its results with those that out and lse have.

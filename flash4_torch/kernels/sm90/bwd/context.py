@@ -91,7 +91,7 @@ class Context:
     sLseLog2: cute.Tensor
     """(queries, q_stages), in base 2; infinite where a row sees nothing."""
     sLse: cute.Tensor | None
-    """The same in natural units, for blocks that a float mask changes."""
+    """The same in natural units, for blocks that a floating mask changes."""
     sLseLow: cute.Tensor | None
     """What rounding took from `sLse`, in base 2."""
     sDelta: cute.Tensor

@@ -51,12 +51,12 @@ def backward(
     q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dout (B, Sq, Hq, Dv), or packed (T, H, D). The last
     stride is 1, the others are multiples of 8 elements, and bases are aligned to 16 bytes. dk and dv are like
     k and v. stats (2 or 4, B, Hq, Sp) or (2, Hq, Tp) float32: lse in base 2, infinite where there
-    is no row or where a row attends to nothing, and rowsum(out * dout) - dlse; with a float mask or score_mod
-    also lse in natural units, and lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq, blocks, floats)
-    float32, in the layout of `dq_blocks`. tile_counter int32 (1,), zero before and after. dq_semaphore int32
-    (B, Hq, blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last dimension full,
-    and its tables; or what `mods` describes, transposed. dmask float32: the mask's gradient, transposed and
-    as the mask broadcasts, is added to it. No size is 0.
+    is no row or where a row attends to nothing, and rowsum(out * dout) - dlse; with a floating mask or
+    score_mod also lse in natural units, and lse_low in base 2. dq_acc (B, Hq, blocks, floats) or (Hq, blocks,
+    floats) float32, in the layout of `dq_blocks`. tile_counter int32 (1,), zero before and after.
+    dq_semaphore int32 (B, Hq, blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3), its last
+    dimension full, and its tables; or what `mods` describes, transposed. dmask float32: the mask's gradient,
+    transposed and as the mask broadcasts, is added to it. No size is 0.
 
     With scope `Q_HEAD` dk and dv have a head for each query head; those of a group are to be summed up.
 

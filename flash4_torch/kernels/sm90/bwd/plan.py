@@ -147,8 +147,8 @@ class Plan(BackwardPlan):
         takes them, and the loops of CTA pairs, for different in each thread (ptxas.md, P8). With scope
         `KV_HEAD` there is no dQ order, but what the tile before has visited is sent the same way.
         """
-        num_words = self.features.deterministic and self.config.role_split and self.heads_inner
-        return self.scope == Scope.KV_HEAD or (num_words and not self.features.varlen)
+        is_ordered_inside = self.features.deterministic and self.config.role_split and self.heads_inner
+        return self.scope == Scope.KV_HEAD or (is_ordered_inside and not self.features.varlen)
 
     @property
     def heads_inner(self) -> bool:
@@ -187,7 +187,7 @@ class Plan(BackwardPlan):
 
     @property
     def adds_rows_one_by_one(self) -> bool:
-        """Whether a float mask may be added to one of a thread's two keys after the other.
+        """Whether a floating mask may be added to one of a thread's two keys after the other.
 
         At D 128 the offsets of all keys do not fit next to the registers that wgmmas hold. With a bound ptxas
         finds room (ptxas.md, P20).

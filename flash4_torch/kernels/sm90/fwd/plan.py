@@ -211,7 +211,7 @@ class Plan(ForwardPlan):
         )
 
     def softmax_of(self, masked: bool) -> Method:
-        """The softmax of a block, which is right for a float mask's large numbers only if `masked`."""
+        """The softmax of a block, which is right for a floating mask's large numbers only if `masked`."""
         f = self.features
         large = f.mods.makes_large_scores or (f.float_mask and masked)
         return self.softmax._replace(subtracts_max_first=large)
