@@ -238,11 +238,11 @@ def _check(query: Any, key: Any, value: Any, enable_gqa: bool, kernel_options: A
         if not isinstance(x, Tensor):
             raise ArgumentError(name, type(x).__name__, "it must be a tensor")
         if not check.is_dense(x):
-            raise ArgumentError(name, "a nested or sparse tensor", "it must be a dense one")
+            raise check.not_dense(name, x)
         if x.dim() != 4:
             raise ShapeError(name, tuple(x.shape), "it must be (B, H, S, D), 4 dimensions")
         if query.dtype not in check.DTYPES:
-            raise DtypeError(name, x.dtype, "it must be bfloat16, float16, float32 or float64")
+            raise DtypeError("query", query.dtype, "it must be bfloat16, float16, float32 or float64")
         is_narrower = x.dtype.is_floating_point and x.dtype.itemsize < query.dtype.itemsize
         if x.dtype != query.dtype and not is_narrower:
             raise DtypeError(name, x.dtype, f"it must have query's dtype, {query.dtype}, or be narrower")

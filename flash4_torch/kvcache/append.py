@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..fast_path import append as fast_path
 from ..ops import check, kvcache_append
+from ..ops.autograd import refuse_tangents
 from ..ops.keywords import hides_unknown, no_argument
 from . import arguments
 from .arguments import FLOAT8
@@ -129,7 +130,7 @@ def append_kvcache(
     Raises:
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
         KeywordError: there is no such argument; the message says what to use instead.
-        NoGradientError: in a backward; the caches have no history.
+        NoGradientError: in a backward (the caches have no history), or if an argument has a tangent.
     """
     if unknown:
         raise no_argument(append_kvcache, unknown)
@@ -150,6 +151,7 @@ def append_kvcache(
         cu_seqlens,
         positions,
     )
+    refuse_tangents("append_kvcache", tensors)
     place, call = fast_path.lookup(tensors, interleaved)
     if call is not None:
         return call(tensors)

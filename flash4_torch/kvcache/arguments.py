@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, DeviceError, DtypeError, LayoutError, ShapeError
+from ..errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from ..ops import check
 
 FLOAT8 = torch.float8_e4m3fn
@@ -16,8 +16,7 @@ def tensor(name: str, x: Tensor, *, device: torch.device | None = None, of: str 
     if not isinstance(x, Tensor):
         raise ArgumentError(name, type(x).__name__, "it must be a tensor")
     if not check.is_dense(x):
-        value = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
-        raise LayoutError(name, value, "it must be a dense one, of torch.strided")
+        raise check.not_dense(name, x)
     if device is not None and x.device != device:
         raise DeviceError(name, x.device, f"it must be on {of} device, {device}")
 

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ..fast_path import kvcache as fast_path
 from ..kvcache_problem import CacheInputs, CacheOptions, CacheProblem
 from ..ops import check as common
 from ..ops import kvcache as ops
+from ..ops.autograd import refuse_tangents
 from ..ops.keywords import hides_unknown, no_argument
+from ..ops.kvcache_append import note_change
 from . import check
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def attention_kvcache(
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
         KeywordError: there is no such argument; the message says what to use instead.
         BackendError: no backend can serve the call.
-        NoGradientError: a gradient of the result was requested.
+        NoGradientError: a gradient of the result was requested, or an argument has a tangent.
 
     No host waits for a length, so a CUDA graph may be replayed with others. A GPU without kernels of ours,
     a CPU, and what the kernels do not serve (float32, float64; D and Dv that are no multiples of 8, of a
@@ -141,6 +142,7 @@ def attention_kvcache(
     if unknown:
         raise no_argument(attention_kvcache, unknown)
     tensors = (q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, sinks, k_scale, v_scale, out)
+    refuse_tangents("attention_kvcache", tensors)
     signature = None
     flags: tuple[Any, ...] = ()
     if type(max_seqlen_k) is int and getattr(q, "is_cuda", False) and not torch.compiler.is_compiling():
@@ -150,7 +152,7 @@ def attention_kvcache(
         signature, call = fast_path.lookup(tensors, (max_seqlen_q, max_seqlen_k), flags)
         if call is not None and (return_lse is False or return_lse is True):
             results = call(tensors, return_lse)
-            _note_change(out)
+            note_change(out)
             return results
     inputs, options = _checked(
         q,
@@ -174,7 +176,7 @@ def attention_kvcache(
     common.flag("return_lse", return_lse)
     into = None if out is None else check.out(out, q, v_cache).view(*inputs.q.shape[:2], v_cache.shape[-1])
     result, lse = ops.attention_kvcache(inputs, options, into)
-    _note_change(out)
+    note_change(out)
     fast_path.record(signature, flags, inputs, options)
     if q.dim() == 4:
         result = result.view(*q.shape[:3], v_cache.shape[-1])
@@ -257,9 +259,3 @@ def coarse_bound(length: int) -> int:
         return length
     step = 1 << max(length.bit_length() - 4, 6)
     return -(-length // step) * step
-
-
-def _note_change(out: Tensor | None) -> None:
-    """Tells autograd that `out` has changed: kernels write unseen, and something may have saved it."""
-    if out is not None and not torch.compiler.is_compiling() and not out.is_inference():
-        increment_version(out)

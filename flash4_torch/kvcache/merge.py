@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, DtypeError, ShapeError
 from ..ops import check, kvcache_append
+from ..ops.autograd import refuse_tangents
 from . import arguments
 
 
@@ -28,7 +29,7 @@ def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor
 
     Raises:
         ArgumentError: an argument is outside its limits; the message names it, its value and the limit.
-        NoGradientError: in a backward.
+        NoGradientError: in a backward, or if an argument has a tangent.
     """
     is_listed = not (isinstance(outs, Tensor) and isinstance(lses, Tensor))
     parts, part_lses = _listed("outs", outs, is_listed), _listed("lses", lses, is_listed)
@@ -54,6 +55,7 @@ def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor
         if tuple(lse.shape[drop:]) != wanted:
             letters = "B, Hq, Sq)" if first.dim() == 5 else "Hq, T)"
             raise ShapeError("lses", tuple(lse.shape[drop:]), f"{prefix}{letters} = {wanted}")
+    refuse_tangents("merge_states", (*parts, *part_lses))
     return kvcache_append.merge_states(parts, part_lses)
 
 

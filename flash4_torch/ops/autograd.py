@@ -9,14 +9,14 @@ gradient: the backward of a backward operator raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import new_class
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import DoubleBackwardError, ForwardModeError
+from ..errors import DoubleBackwardError, ForwardModeError, NoGradientError
 from ..problem import CallOptions, has_float_mask
 from . import decomposition, schema, weights_in_graph
 
@@ -206,6 +206,15 @@ def wants_grad(args: tuple[Any, ...]) -> bool:
     if torch.autograd.forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def refuse_tangents(function: str, tensors: Iterable[Any]) -> None:
+    """Raises NoGradientError if a tensor has a tangent, which `function` would lose: it has no derivative."""
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise NoGradientError(function)
 
 
 def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

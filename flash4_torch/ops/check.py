@@ -30,14 +30,14 @@ def tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise ArgumentError(name, type(x).__name__, "it must be a tensor")
         if not is_dense(x):
-            raise _not_dense(name, x, "; attention_varlen takes sequences of different lengths")
+            raise not_dense(name, x, "; attention_varlen takes sequences of different lengths")
 
 
 def is_dense(x: Tensor) -> bool:
     return x.layout == torch.strided and not x.is_nested
 
 
-def _not_dense(name: str, x: Tensor, of_nested: str = "") -> LayoutError:
+def not_dense(name: str, x: Tensor, of_nested: str = "") -> LayoutError:
     if x.is_nested:
         return LayoutError(name, "a nested tensor", f"it must be a dense one{of_nested}")
     return LayoutError(name, f"a tensor of layout {x.layout}", "it must be a dense one, of torch.strided")
@@ -101,7 +101,7 @@ def sdpa_extras(
     tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     for name, x in tensors.items():
         if isinstance(x, Tensor) and x.layout not in (torch.strided, torch.jagged):
-            raise _not_dense(name, x)
+            raise not_dense(name, x)
     is_meta = {name for name, x in tensors.items() if isinstance(x, Tensor) and x.is_meta}
     if is_meta == {"attn_mask"} and isinstance(query, Tensor):
         raise DeviceError("attn_mask", "meta", f"it must be on query's device, {query.device}")
@@ -229,7 +229,7 @@ def attn_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if not isinstance(mask, Tensor):
         raise ArgumentError("attn_mask", type(mask).__name__, "it must be a tensor or None")
     if not is_dense(mask):
-        raise _not_dense("attn_mask", mask)
+        raise not_dense("attn_mask", mask)
     if mask.dtype != torch.bool and mask.dtype not in DTYPES:
         raise DtypeError("attn_mask", mask.dtype, "it must be bool (True attends) or floating (added)")
     if mask.device != q.device:
@@ -251,7 +251,7 @@ def sinks(values: Tensor | None, q: Tensor, name: str = "sinks") -> Tensor | Non
     if not isinstance(values, Tensor):
         raise ArgumentError(name, type(values).__name__, "it must be a tensor or None")
     if not is_dense(values):
-        raise _not_dense(name, values)
+        raise not_dense(name, values)
     if values.dtype not in DTYPES:
         raise DtypeError(name, values.dtype, "it must be floating: a score per query head")
     if values.device != q.device:
@@ -271,7 +271,7 @@ def cu_seqlens(name: str, lengths: Tensor, q: Tensor) -> None:
     if not isinstance(lengths, Tensor):
         raise ArgumentError(name, type(lengths).__name__, "it must be a tensor")
     if not is_dense(lengths):
-        raise _not_dense(name, lengths)
+        raise not_dense(name, lengths)
     if lengths.dim() != 1 or lengths.shape[0] < 1:
         raise ShapeError(name, tuple(lengths.shape), "it must be (B + 1,)")
     if lengths.dtype not in _INDEX_DTYPES:

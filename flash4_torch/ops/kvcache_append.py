@@ -55,8 +55,9 @@ def append_kvcache(*arguments: Any) -> None:
 
 
 def note_change(*written: Tensor | None) -> None:
-    """Tells autograd of tensors that it may have saved: kernels write unseen."""
-    increment_version([x for x in written if x is not None and not x.is_inference()])
+    """Tells autograd of tensors that it may have saved: kernels write unseen. A graph knows by itself."""
+    if not torch.compiler.is_compiling():
+        increment_version([x for x in written if x is not None and not x.is_inference()])
 
 
 def prepare(call: Append) -> append_backend.AppendLaunch:

@@ -242,13 +242,23 @@ def test_any_path_splits_and_merges(name: str) -> None:
             order = [x.transpose(1, 2) for x in (q[:, :1], k, v)]
             for _ in range(3):
                 found = flash4_torch.scaled_dot_product_attention(*order, enable_gqa=True)
-                one = testing.reference(q[:, :1], k, v, dtype=torch.float64)[0]
-                torch.testing.assert_close(found.transpose(1, 2).double(), one, rtol=0.02, atol=0.02)
+                one, plain = (
+                    testing.reference(q[:, :1], k, v, dtype=t)[0] for t in (torch.float64, torch.bfloat16)
+                )
+                testing.assert_close_as_peer(found.transpose(1, 2), one, plain)
             for x in (q, k, v):
                 x.requires_grad_()
+            dout = torch.randn_like(q)
+            exact, peer = (
+                torch.autograd.grad(
+                    testing.reference(q, k, v, causal=True, dtype=t)[0], (q, k, v), dout.to(t)
+                )
+                for t in (torch.float64, torch.bfloat16)
+            )
             for _ in range(3):
-                out = flash4_torch.attention(q, k, v, causal=True)
-                assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+                gradients = torch.autograd.grad(flash4_torch.attention(q, k, v, causal=True), (q, k, v), dout)
+                for found, truth, plain in zip(gradients, exact, peer, strict=True):
+                    testing.assert_close_as_peer(found, truth.double(), plain)
         assert all(launch.features.splits for launch in machine.launches)
 
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import flash4_torch
@@ -270,6 +271,29 @@ def test_a_gradient_is_refused_by_name() -> None:
     out, _ = attend(call.q[0][None].requires_grad_(), *call.cache[:2], **call.arguments())
     with pytest.raises(NoGradientError, match="attention_kvcache has no gradient"):
         out.sum().backward()
+
+
+# Forward mode's first use loads decompositions that are written in TorchScript.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_tangents_are_refused_by_name() -> None:
+    """A function without a derivative loses no tangent silently, whether calls are repeated or not."""
+    call = one_sequence(3, 20)
+    q, k, v = call.q[0][None], *call.cache[:2]
+    new = torch.randn(3, k.shape[2], k.shape[3])
+    slots = torch.arange(3)
+    outs, lses = torch.randn(2, 3, 4, 16), torch.randn(2, 4, 3)
+    calls: dict[str, tuple[Any, Any]] = {
+        "attention_kvcache": (q, lambda x: attend(x, k, v, **call.arguments())),
+        "append_kvcache": (new, lambda x: flash4_torch.append_kvcache(x, new, k, v, slot_mapping=slots)),
+        "merge_states": (outs, lambda x: flash4_torch.merge_states(x, lses)),
+    }
+    for name, (primal, function) in calls.items():
+        function(primal)
+        for _ in range(2):
+            with forward_ad.dual_level():
+                function(primal)
+                with pytest.raises(NoGradientError, match=f"{name} has no gradient"):
+                    function(forward_ad.make_dual(primal, torch.ones_like(primal)))
 
 
 Q, K, TABLE = torch.randn(2, 1, 4, 8), torch.randn(5, 16, 2, 8), torch.zeros(2, 3, dtype=INT)
