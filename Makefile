@@ -13,7 +13,8 @@ VENV ?= .venv
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/pip install --constraint constraints.txt
+# Python compiles modules when they are first imported; of all that is installed few ever are.
+INSTALL := $(BIN)/pip install --no-compile --constraint constraints.txt
 # Named after the interpreter, so that asking for another one is noticed.
 MADE := $(VENV)/made-by-$(subst /,-,$(PYTHON))
 FOR_DEMO := $(VENV)/has-all-for-demo
@@ -31,7 +32,7 @@ SERVING := build/serving
 # make test-serving ALL= runs a case of each kind.
 ALL ?= 1
 
-.PHONY: demo test lint docs sanitize test-serving clean
+.PHONY: demo test lint docs sanitize test-serving engines clean
 
 demo: $(FOR_DEMO)
 	$(BIN)/python examples/train_text.py
@@ -55,6 +56,9 @@ sanitize: $(FOR_TEST)
 
 test-serving: $(VLLM:%=test-vllm-%) $(SGLANG:%=test-sglang-%)
 
+# What test-serving downloads.
+engines: $(SERVING)/common $(VLLM:%=$(SERVING)/vllm-%) $(SGLANG:%=$(SERVING)/sglang-%)
+
 .PRECIOUS: $(SERVING)/vllm-% $(SERVING)/sglang-%
 
 test-vllm-%: $(FOR_TEST) $(SERVING)/common $(SERVING)/vllm-%
@@ -65,16 +69,16 @@ test-sglang-%: $(FOR_TEST) $(SERVING)/common $(SERVING)/sglang-%
 	PYTHONPATH=$(CURDIR)/$(SERVING)/sglang-$*:$(CURDIR)/$(SERVING)/common OMP_NUM_THREADS=1 \
 		FLASH4_TEST_ALL=$(ALL) $(BIN)/python -m pytest tests/serving/test_sglang_engine.py
 
-$(SERVING)/common: tests/serving/requirements-vllm.txt
+$(SERVING)/common: tests/serving/requirements-vllm.txt | $(FOR_TEST)
 	rm -rf $@
 	$(BIN)/pip install --quiet --no-deps --target $@ --requirement $<
 
-$(SERVING)/vllm-%: tests/serving/get_engine.py
+$(SERVING)/vllm-%: tests/serving/get_engine.py | $(FOR_TEST)
 	rm -rf $@
 	$(BIN)/python $< vllm==$* $@
 	touch $@
 
-$(SERVING)/sglang-%: tests/serving/get_engine.py tests/serving/requirements-sglang.txt
+$(SERVING)/sglang-%: tests/serving/get_engine.py tests/serving/requirements-sglang.txt | $(FOR_TEST)
 	rm -rf $@
 	$(BIN)/python $< sglang==$* $@
 	$(BIN)/pip install --quiet --no-deps --target $@ --requirement $(word 2,$^)

@@ -218,7 +218,7 @@ CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "dropout": ({"causal": True, "dropout_p": 0.3}, 1),
 }
 # "causal" on Hopper, "float mask" on Blackwell, "negative scale" by mma.sync.
-EACH_CALL = pytest.mark.parametrize(("arch", "call"), one_of(10, list(product(FAMILIES, CALLS))))
+EACH_CALL = pytest.mark.parametrize(("arch", "call"), one_of(15, list(product(FAMILIES, CALLS))))
 SIZES = {"B": 2, "Sq": 90, "Sk": 150, "Hq": 4, "Hk": 2, "D": 64, "Dv": 64}
 
 

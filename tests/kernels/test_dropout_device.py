@@ -134,7 +134,7 @@ def as_cute(tensor: Tensor) -> Any:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "keys"])
-@pytest.mark.parametrize("N", one_of(2, [16, 48, 80, 128, 160]))
+@pytest.mark.parametrize("N", one_of(3, [16, 48, 80, 160, 128]))
 @pytest.mark.parametrize("dtype", [BFloat16, Float32], ids=["packed", "float32"])
 @settings(max_examples=12)
 @given(

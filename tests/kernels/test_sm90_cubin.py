@@ -84,11 +84,11 @@ def covering() -> list[Kernel]:
     by_features: dict[Features, list[Kernel]] = {}
     for kernel in reachable():
         by_features.setdefault(kernel[0], []).append(kernel)
-    step = 3 if EVERYTHING else 400
+    step = 3 if EVERYTHING else 800
     in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % step == 0]
     packed = (Features("float16", 128, 128, varlen=True), Features("bfloat16", 64, 64, right=True))
     most = [(features, sm90.reachable(features)[-1]) for features in packed]
-    named = [*one_of(2, most), *one_of(4, common()), *one_of(9, split()), *ramped(), *listed(), ODD]
+    named = [*one_of(2, most), *one_of(4, common()), *one_of(18, split()), *ramped(), *listed(), ODD]
     return list(dict.fromkeys([*tightest(), *in_turn, *named]))
 
 
