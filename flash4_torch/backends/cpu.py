@@ -38,6 +38,8 @@ _ADDED = {dtype: tuple(torch.tensor([0.0, -torch.inf], dtype=dtype).unbind()) fo
 """What a bool mask adds to scores where it is True, and where it is False."""
 
 
+_RANKS = (2, 4)
+"""Numbers of dimensions that a mask of the kernel may have."""
 _MANY = 1 << 13
 """Scores from which on products in 16 bits take less time than the calls that make them."""
 _FEW = 1 << 15
@@ -216,8 +218,13 @@ class _Made(NamedTuple):
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """An attn_mask in the form that the kernel takes: floating, in q's dtype or the dtype of its sums."""
-    if mask is None or mask.dtype == dtype:
+    """An attn_mask in the form that the kernel takes: floating, in q's dtype or the dtype of its sums, and
+    with two or four dimensions."""
+    if mask is None:
+        return None
+    if mask.dim() not in _RANKS:
+        mask = mask[(None,) * (2 - mask.dim() % 2)]
+    if mask.dtype == dtype:
         return mask
     if mask.dtype == torch.bool:
         nothing, hidden = _ADDED[dtype]

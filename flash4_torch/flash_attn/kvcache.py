@@ -66,8 +66,7 @@ def flash_attn_with_kvcache(
     No host waits for a length, so a CUDA graph may be replayed with other lengths and tables.
 
     Args:
-        q: (B, Sq, Hq, D), or with cu_seqlens_q packed, (Tq, Hq, D); bfloat16, float16, float32
-    or float64.
+        q: (B, Sq, Hq, D), or with cu_seqlens_q packed, (Tq, Hq, D); bfloat16, float16, float32 or float64.
         k_cache: pages (pages, page_size, Hk, D) with block_table, else one entry for each sequence,
             (B, S, Hk, D); in q's dtype or float8_e4m3fn, any strides.
         v_cache: the same with Dv columns.

@@ -12,13 +12,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..errors import TraceError
 from ..reference.programs import values
 from .build import Lane, Symbol, Unsupported, resumed, translate
 from .program import Derivative, Gather, Program, Ref
-from .trace import DECOMPOSITIONS
+from .trace import recorded
 
 
 @lru_cache(maxsize=256)
@@ -61,7 +60,7 @@ def _derivative(program: Program, wanted: tuple[bool, ...]) -> Derivative:
             torch.zeros(program.nodes[i].shape, dtype=getattr(torch, program.nodes[i].dtype)) for i in gathers
         ]
         grad = torch.zeros((), dtype=score_dtype)
-        graph = make_fx(gradients, DECOMPOSITIONS)(grad, *numbers, *arrays)
+        graph = recorded(gradients, grad, *numbers, *arrays)
 
     builder, symbol = resumed(program, lifts=False)
     builder.inputs.append(score_dtype)

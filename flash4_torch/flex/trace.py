@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .. import forks
 from ..errors import ArgumentError, DeviceError, DtypeError, TraceError
 from .build import Builder, Free, Lane, Number, Symbol, Unsupported, translate
 from .program import Program
@@ -56,6 +57,10 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = get_decompositions(
     ]
 )
 """Operations that consist of others of the table."""
+
+_one_at_a_time = forks.Lock(reentrant=True)
+"""Lock around torch's tracer, which changes `nn.Module` and a global of torch.fx for all threads. A traced
+function may call what traces another."""
 
 SCORE, MASK = "score_mod", "mask_mod"
 
@@ -119,8 +124,10 @@ def recipe_of(
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A user's function computes in the dtypes that it says."""
-    if not torch.amp.is_autocast_available(device.type):
+    """A user's function computes in the dtypes that it says. Where nothing changes that, a graph that is
+    being exported gets no empty region, which torch could not load again."""
+    kind = device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
@@ -211,7 +218,7 @@ def _graph(
                     )
                 return result
 
-            return make_fx(checked, DECOMPOSITIONS)(*numbers, *beside)
+            return recorded(checked, *numbers, *beside)
     except (ArgumentError, TraceError):
         raise
     except _Forbidden as error:
@@ -226,6 +233,12 @@ def _graph(
         raise TraceError(kind, name(function), operation, reason, where) from None
 
 
+def recorded(function: Callable[..., Any], *arguments: Tensor) -> fx.GraphModule:
+    """The graph of what a function of these tensors does, of `DECOMPOSITIONS`' operations."""
+    with _one_at_a_time.held():
+        return make_fx(function, DECOMPOSITIONS)(*arguments)
+
+
 def _data_dependence(error: Exception) -> str | None:
     """The operation that needs data, if that is the error's cause."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -236,6 +249,8 @@ def _data_dependence(error: Exception) -> str | None:
         return "a tensor's value (bool(), int(), float(), item() or `if`)" if is_item else str(error.func)
     if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in str(error):
         return "a tensor's value"
+    if ".tolist() is not supported" in str(error):
+        return "a tensor's values (tolist())"
     return None
 
 

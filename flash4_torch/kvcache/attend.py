@@ -13,7 +13,7 @@ from ..ops import check as common
 from ..ops import kvcache as ops
 from ..ops.autograd import refuse_tangents
 from ..ops.keywords import hides_unknown, no_argument
-from ..ops.kvcache_append import note_change
+from ..ops.kvcache_append import note_change, without_gradient
 from . import check
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def attention_kvcache(
         k_scale: (), (Hk,) or (B, Hk), float32: what keys of a float8 cache are multiplied by. Default: 1.
         v_scale: the same for values.
         num_splits: parts into which a sequence's keys are divided among CTAs. Default: chosen from
-    max_seqlen_q and max_seqlen_k.
+            max_seqlen_q and max_seqlen_k.
         batch_invariant: a token's bits depend on its q, on the keys and values it sees, their positions, its
             sink and the options alone; not on other sequences, the tokens beside it, page_size or bounds.
             Decoding one by one then equals prefill bit for bit. num_splits is ignored.
@@ -181,7 +181,8 @@ def attention_kvcache(
     if q.dim() == 4:
         result = result.view(*q.shape[:3], v_cache.shape[-1])
         lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1)
-    result = result if out is None else out
+    if out is not None:
+        result, lse = (without_gradient("attention_kvcache", x, tensors[:9]) for x in (out, lse))
     return (result, lse) if return_lse else result
 
 

@@ -146,6 +146,8 @@ def out(target: Tensor, q: Tensor, v_cache: Tensor) -> Tensor:
     arguments.tensor("out", target, device=q.device, of="q's")
     arguments.dtype("out", target, (q.dtype,))
     arguments.shape("out", target, (*q.shape[:-1], v_cache.shape[-1]), "like q, with Dv columns")
+    if any(size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True)):
+        raise LayoutError("out", target.stride(), "elements must be apart, not an expanded tensor's")
     if q.dim() == 4 and not _is_viewable(target):
         limit = "its first two dimensions must be one: flatten(0, 1) must be a view"
         raise LayoutError("out", target.stride(), limit)

@@ -155,8 +155,11 @@ def _sees_nothing(attn_mask: Tensor, causal: bool, Sq: int) -> Tensor:
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """(B, S, H, D) as views (B, H, S, D)."""
-    return [x.transpose(1, 2) for x in tensors]
+    """(B, S, H, D) as views (B, H, S, D), of copies where a row has gaps: the kernel reads none, and of what
+    it is given Inductor keeps the order of strides alone."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
+
+    return [(x if is_known(x.stride(-1) == 1) else x.contiguous()).transpose(1, 2) for x in tensors]
 
 
 def _in_inductor() -> None:

@@ -47,11 +47,13 @@ _ALIGNMENT = 16
 def attention_kvcache(
     inputs: CacheInputs, options: CacheOptions, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Call the operator that returns out, or the one that writes into `out`."""
+    """Call the operator that returns out, or the one that writes into `out`, whose result has no history."""
     if out is None:
         result: tuple[Tensor, Tensor] = torch.ops.flash4.attention_kvcache(*inputs, *options)
         return result
-    return out, torch.ops.flash4.attention_kvcache_out(*inputs, *options, out)
+    with torch.no_grad():
+        lse: Tensor = torch.ops.flash4.attention_kvcache_out(*inputs, *options, out)
+    return out, lse
 
 
 def describe(inputs: CacheInputs, options: CacheOptions) -> CacheProblem:

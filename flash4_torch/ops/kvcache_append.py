@@ -73,17 +73,18 @@ def prepare(call: Append) -> append_backend.AppendLaunch:
     return checked
 
 
-def without_gradient(function: str, x: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
+def without_gradient(function: str, x: Tensor, inputs: tuple[Tensor | None, ...]) -> Tensor:
     """`x`, which `function` has made of `inputs`; where a gradient may be asked for, a backward through it
     raises NoGradientError.
 
     A compiled graph cannot hold such an error for later, so that it is raised at once.
     """
-    if not torch.is_grad_enabled() or not any(i.requires_grad for i in inputs):
+    wanted = [i for i in inputs if i is not None and i.requires_grad]
+    if not (torch.is_grad_enabled() and wanted):
         return x
     if torch.compiler.is_compiling():
         raise NoGradientError(function)
-    return _WithoutGradient.apply(function, x.detach(), *inputs)
+    return _WithoutGradient.apply(function, x.detach(), *wanted)
 
 
 class _WithoutGradient(torch.autograd.Function):

@@ -147,3 +147,23 @@ def test_scales_that_are_nothing_in_float32_attend_evenly(scale: float, causal: 
         (gradient,) = torch.autograd.grad(out.sum(), x)
         of_keys = (seen / seen.sum(1, keepdim=True)).sum(0)
         torch.testing.assert_close(gradient, of_keys[:, None, None].expand(x.shape))
+
+
+RANKS = (), (1,), (7,), (5, 7), (5, 1), (4, 5, 7), (1, 5, 7), (4, 1, 1), (2, 1, 1, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", RANKS, ids=str)
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_a_mask_has_any_rank(shape: tuple[int, ...], is_bool: bool, dtype: torch.dtype) -> None:
+    """A mask gives what its view with four dimensions does, for the first time and again."""
+    q, k = (torch.randn(2, S, 4, 8, dtype=dtype, requires_grad=True) for S in (5, 7))
+    mask = torch.rand(shape) > 0.3 if is_bool else torch.randn(shape, dtype=dtype)
+    expected = None
+    for view in (mask[(None,) * (4 - len(shape))], mask, mask, mask):
+        out, lse = flash4_torch.attention(q, k, k, attn_mask=view, return_lse=True)
+        found = (out, lse, *torch.autograd.grad(out.square().sum(), (q, k)))
+        expected = expected or found
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        with torch.no_grad():
+            torch.testing.assert_close(flash4_torch.attention(q, k, k, attn_mask=view), out)

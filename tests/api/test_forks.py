@@ -24,6 +24,7 @@ from flash4_torch import compile, env, forks
 from flash4_torch.backends import constants, emulator, tile_counters
 from flash4_torch.compile import Key, jit
 from flash4_torch.emulator import build
+from flash4_torch.flex import trace
 from flash4_torch.reference import dropout
 
 source = Path(sys.argv[1]) / "answer.cpp"
@@ -57,6 +58,7 @@ CALLS = {
     "build": builds,
     "jit": lambda: jit.build(key, Path(tempfile.mkdtemp(dir=sys.argv[1]))).stem == key.digest,
     "function": lambda: compile.function(*key) == "loaded",
+    "trace": lambda: trace.recorded(torch.neg, q) is not None,
     "dropout": lambda: dropout.Dropout(q.long().view(-1)[:2], 0.5).tile((1,) * 4, *[range(1)] * 3).all() <= 1,
 }
 LOCKS = {
@@ -66,6 +68,7 @@ LOCKS = {
     "build": build._one_at_a_time.held,
     "jit": jit._one_at_a_time.held,
     "dropout": dropout._masks._lock.held,
+    "trace": trace._one_at_a_time.held,
     "function": lambda: compile._locks.setdefault(key, threading.Lock()),
 }
 
@@ -99,7 +102,17 @@ def test_a_forked_child_goes_on_without_the_threads_that_hold_locks(tmp_path: Pa
     command = [sys.executable, "-c", path + CODE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    names = ("emulator", "tile_counters", "constants", "build", "jit", "function", "dropout", "parent")
+    names = (
+        "emulator",
+        "tile_counters",
+        "constants",
+        "build",
+        "jit",
+        "function",
+        "trace",
+        "dropout",
+        "parent",
+    )
     assert done.stdout.splitlines() == [f"{name} 0" for name in names], done.stderr
 
 
@@ -115,5 +128,11 @@ def test_there_are_no_other_locks() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("Lock", "RLock", "Condition", "Semaphore")
     }
     users = {"backends/emulator.py", "backends/tile_counters.py", "emulator/build.py", "compile/jit.py"}
-    users |= {"backends/constants.py", "reference/dropout.py", "integrations/torch_flex.py", "bench/flex.py"}
+    users |= {
+        "backends/constants.py",
+        "reference/dropout.py",
+        "flex/trace.py",
+        "integrations/torch_flex.py",
+        "bench/flex.py",
+    }
     assert found == {"forks.py", "compile/__init__.py", *users}

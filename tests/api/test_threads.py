@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -94,6 +95,23 @@ def test_a_thread_forgets_while_others_call(restless: None, monkeypatch: pytest.
         assert_all_equal(
             [expected, *at_once([lambda: steps(inputs, 0)] * 2 + [lambda: steps(inputs, 4)] * 2)]
         )
+
+
+def test_functions_are_traced_in_many_threads(restless: None) -> None:
+    """Torch's tracer changes modules for all threads: afterwards they are as they were."""
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+
+    def power_of(exponent: int) -> Callable[..., Tensor]:
+        """A score_mod whose exponent makes a program of its own."""
+        return lambda score, b, h, i, j: score + (i - j) ** exponent
+
+    def task(first: int) -> None:
+        for exponent in range(first, first + 12):
+            assert flash4_torch.flex_attention(q, q, q, power_of(exponent)).isfinite().all()
+
+    at_once([functools.partial(task, 2 + 12 * n) for n in range(4)])
+    assert not torch.fx._symbolic_trace.is_fx_tracing()
+    assert torch.nn.Linear(8, 3)(q).shape == (1, 2, 5, 3)
 
 
 def test_every_stream_has_one_counter(restless: None, monkeypatch: pytest.MonkeyPatch) -> None:

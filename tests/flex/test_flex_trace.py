@@ -189,10 +189,15 @@ def sorts(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return TABLE[h].sort()[0][0] + score  # here
 
 
+def lists(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + TABLE.tolist()[0][0]  # here
+
+
 @pytest.mark.parametrize(
     "function, operation",
     [
         (branches, "a tensor's value"),
+        (lists, "a tensor's values (tolist())"),
         (prints, "printing"),
         (formats, "printing"),
         (gambles, "aten.rand.default"),

@@ -273,6 +273,20 @@ def test_a_gradient_is_refused_by_name() -> None:
         out.sum().backward()
 
 
+def test_what_is_written_to_has_no_history() -> None:
+    """`out` stays as it was to autograd, step by step; a backward through the result is refused by name."""
+    call = one_sequence(3, 20)
+    q, out = call.q[0][None].requires_grad_(), torch.zeros(1, 3, 4, 16)
+    for _ in range(3):
+        results = attend(q * 2, *call.cache[:2], **call.arguments(), out=out)
+        assert not out.requires_grad and out.grad_fn is None
+        for result in results:
+            with pytest.raises(NoGradientError, match="attention_kvcache has no gradient"):
+                result.sum().backward()
+    with torch.no_grad():
+        assert attend(q, *call.cache[:2], **call.arguments(), out=out)[0] is out
+
+
 # Forward mode's first use loads decompositions that are written in TorchScript.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_tangents_are_refused_by_name() -> None:

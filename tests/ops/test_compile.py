@@ -13,6 +13,7 @@ from torch._inductor.utils import fresh_cache
 
 import flash4_torch
 from compiling import assert_same, compiled, results_and_gradients
+from everything import one_of
 from flash4_torch import ops, testing
 from flash4_torch.errors import ShapeError
 from flash4_torch.problem import CallOptions
@@ -118,6 +119,27 @@ def assert_same_but_small(actual: list[Tensor], expected: list[Tensor], backend:
     if backend != "inductor":
         return assert_same(actual, expected)
     torch.testing.assert_close(actual, expected, check_stride=True)
+
+
+def of_gaps(joint: Tensor, twice: Tensor, one: Tensor) -> tuple[Tensor, ...]:
+    """Attention to rows with gaps: joint of three, every second column, and a column that repeats."""
+    second, repeated = twice[..., ::2], one.expand(*one.shape[:3], 8)
+    mask = torch.ones(twice.shape[1], twice.shape[1], dtype=torch.bool)
+    return (
+        flash4_torch.attention(*joint.unbind(-1), causal=True),
+        flash4_torch.attention(second, second, second, attn_mask=mask),
+        flash4_torch.attention(repeated * 2.0, repeated, repeated),
+    )
+
+
+@pytest.mark.parametrize("dynamic", one_of(2, [False, True]))
+def test_rows_may_have_gaps(dynamic: bool) -> None:
+    """Torch's kernel reads rows without gaps, and Inductor keeps the order of strides alone."""
+    shapes = (2, 5, 4, 8, 3), (2, 5, 4, 16), (2, 5, 4, 1)
+    arguments = tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
+    with fresh_cache():  # one on disk does not know of our decompositions
+        actual = results_and_gradients(compiled(of_gaps, backend="inductor", dynamic=dynamic), arguments)
+    torch.testing.assert_close(actual, results_and_gradients(of_gaps, arguments))
 
 
 @pytest.mark.parametrize("call", ["every rule, lse", "float mask", "varlen", "sdpa, causal"])
