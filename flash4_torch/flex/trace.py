@@ -124,12 +124,23 @@ def recipe_of(
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A user's function computes in the dtypes that it says. Where nothing changes that, a graph that is
-    being exported gets no empty region, which torch could not load again."""
-    kind = device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    """A user's function computes in the dtypes that it says."""
+    if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    return _unrecorded(torch.autocast(device.type, enabled=False))
+
+
+@contextmanager
+def _unrecorded(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """`mode`, whose begin and end are not recorded where a graph is exported: torch could not load the region
+    again, in which the graph does nothing."""
+    with torch._C.DisableTorchFunction():
+        mode.__enter__()
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            mode.__exit__(None, None, None)
 
 
 class _Translated(NamedTuple):
@@ -268,7 +279,7 @@ def _alone() -> Iterator[FakeTensorMode]:
     with (
         _disable_current_modes(),
         temporarily_clear_interpreter_stack(),
-        torch.no_grad(),
+        _unrecorded(torch.no_grad()),
         FakeTensorMode() as fake,
     ):
         yield fake
