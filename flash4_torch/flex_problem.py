@@ -43,18 +43,14 @@ class Mods(NamedTuple):
     max_seqlen_k: int = 0
 
     @property
+    def lists(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """The table of blocks: the numbers and the columns of listed blocks, and those of full ones."""
+        return self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors but the captured ones, in their order."""
-        return (
-            self.kv_num_blocks,
-            self.kv_indices,
-            self.full_kv_num_blocks,
-            self.full_kv_indices,
-            self.sinks,
-            self.rng_state,
-            self.cu_seqlens_q,
-            self.cu_seqlens_k,
-        )
+        return (*self.lists, self.sinks, self.rng_state, self.cu_seqlens_q, self.cu_seqlens_k)
 
     def of_tensors(self, captured: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Mods:
         """The same with other tensors, which are `captured` and `tensors`."""

@@ -186,6 +186,11 @@ def has_float_mask(attn_mask: Tensor | None) -> bool:
     return attn_mask is not None and attn_mask.is_floating_point()
 
 
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a device; (0, 0) if it is no GPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def mask_key(attn_mask: Tensor | None) -> str:
     """A mask's identity in a compile key: its dtype, and '1' for each dimension it broadcasts over."""
     if attn_mask is None:

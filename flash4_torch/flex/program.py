@@ -65,6 +65,10 @@ class Program(NamedTuple):
         """The number of the first node's value."""
         return self.first_scalar + len(self.scalars)
 
+    def reads(self, value: int) -> bool:
+        """Whether a node or an output is, or is made from, the value of that number."""
+        return any(ref.value == value for ref in refs((*self.outputs, *(node.args for node in self.nodes))))
+
     @property
     def key(self) -> str:
         """A hash of the program, the same in every process."""
@@ -138,8 +142,7 @@ def parse_derivative(text: str) -> Derivative:
 @lru_cache(maxsize=256)
 def reads_score(derivative: str) -> bool:
     """Whether the derivative of that text depends on the score, which kernels then keep."""
-    program = parse_derivative(derivative).program
-    return any(ref.value == 0 for ref in refs((*program.outputs, *(node.args for node in program.nodes))))
+    return parse_derivative(derivative).program.reads(0)
 
 
 def refs(args: Any) -> list[Ref]:

@@ -20,9 +20,8 @@ from ..backends.flex import tiled
 from ..backends.flex.tiled import program_of
 from ..errors import DoubleBackwardError
 from ..flex import softcap
-from ..flex.program import Ref, refs
 from ..flex_problem import NUM_TENSORS, FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods, new_out
-from ..problem import CallOptions, Extent, as_gradient, dtype_key, new_gradient
+from ..problem import CallOptions, Extent, as_gradient, capability_of, dtype_key, new_gradient
 from ..reference.scoring import working_dtype
 from .after_import import after_import
 from .autocast import DEVICES, casting
@@ -125,7 +124,7 @@ def describe(inputs: FlexInputs, options: CallOptions) -> FlexProblem:
         deterministic=options.deterministic,
         sinks=dtype_key(mods.sinks),
         varlen=mods.cu_seqlens_q is not None,
-        capability=torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0),
+        capability=capability_of(q.device),
     )
     return FlexProblem(spec, extent, options.scale, options.band, options.softcap, options.dropout_p)
 
@@ -359,8 +358,7 @@ def _reads_batch(text: str) -> bool:
         return False
     program = program_of(text)
     # b comes after the score; a mask has none.
-    b = Ref(len(program.inputs) - _INDICES)
-    return any(b in refs(node.args) for node in program.nodes)
+    return program.reads(len(program.inputs) - _INDICES)
 
 
 for _name, _kernel, _fake, _autograd, _n, _mapped in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import backends
@@ -19,6 +18,7 @@ from ..problem import (
     Spec,
     allows_tf32,
     as_gradient,
+    capability_of,
     dtype_key,
     has_float_mask,
     mask_key,
@@ -54,7 +54,7 @@ def describe(
         dropout=options.dropout_p > 0.0,
         deterministic=options.deterministic,
         sinks=dtype_key(sinks),
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        capability=capability_of(device),
         tf32=allows_tf32(q.dtype),
     )
     return Problem(spec, extent, options.scale, band, options.softcap, options.dropout_p)

@@ -23,7 +23,7 @@ from ..backends import kvcache as backends
 from ..errors import NoGradientError, RangeError
 from ..kvcache_problem import CacheExtent, CacheInputs, CacheOptions, CacheProblem, CacheSpec
 from ..masks import Band
-from ..problem import dtype_key
+from ..problem import capability_of, dtype_key
 from ..reference.scoring import working_dtype
 from .check import cu_seqlens_values
 from .schema import LIBRARY
@@ -76,7 +76,7 @@ def describe(inputs: CacheInputs, options: CacheOptions) -> CacheProblem:
         sinks=dtype_key(inputs.sinks),
         batch_invariant=options.batch_invariant,
         aligned=_is_aligned(k_cache) and _is_aligned(v_cache),
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        capability=capability_of(device),
     )
     Sq, cu_seqlens_q = options.max_seqlen_q, inputs.cu_seqlens_q
     extent = CacheExtent(

@@ -120,8 +120,9 @@ def test_a_size_that_decides_on_a_shape_is_fixed() -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-# The exporter reads a deprecated attribute of its own.
+# The exporter reads a deprecated attribute of its own, and that of torch 2.11 a buffer of bytes.
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 def test_exported_programs_serve_other_lengths(strict: bool) -> None:
     model, S = Biased(), torch.export.Dim("S", min=4, max=60)
     inputs = [x.detach() for x in call(20)]

@@ -23,7 +23,7 @@ from .. import constants
 from ..compiled.masks import MaskArgs
 from ..compiled.targets import BLOCK_BITS, Find
 from .captured import captured_of
-from .partial_blocks import Mask, parts, reads
+from .partial_blocks import Mask, parts
 from .tables import apart, new_states, outer_of
 from .tiled import mods_of, program_of
 
@@ -73,7 +73,7 @@ def _tables(
     inputs: FlexInputs, problem: FlexProblem, plan: MaskPlan, find: Find, is_transposed: bool
 ) -> MaskArgs:
     mods, lengths, (_, mask_mod) = inputs.mods, problem.extent[1:3], mods_of(inputs)
-    lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+    lists = mods.lists
     block: tuple[int, ...] = mods.q_block, mods.kv_block
     own = new_states(lists, block, lengths)
     states = own.states
@@ -91,7 +91,7 @@ def _tables(
 def outer(inputs: FlexInputs, problem: FlexProblem) -> tuple[int, int]:
     """Batch entries and heads of a call's mask, or 1."""
     mods, extent = inputs.mods, problem.extent
-    B, H = outer_of((mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices))
+    B, H = outer_of(mods.lists)
     reads_entry, reads_head = _reads(mods.mask_mod) if mods.mask_mod else (False, False)
     return extent.B if reads_entry else B, extent.Hq if reads_head else H
 
@@ -100,7 +100,7 @@ def outer(inputs: FlexInputs, problem: FlexProblem) -> tuple[int, int]:
 def _reads(mask_mod: str) -> tuple[bool, bool]:
     """Whether a function depends on the batch entry, and on the head."""
     program = program_of(mask_mod)
-    return reads(program, 0), reads(program, 1)
+    return program.reads(0), program.reads(1)
 
 
 def shown_by(mask: Mask, dim: int, first: int, last: int) -> Tensor:

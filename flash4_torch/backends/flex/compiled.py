@@ -521,7 +521,7 @@ def _arguments(
     scalars = tuple([value for mod in found for value in scalars_of(mod)])
     of_blocks = None
     if mods.kv_num_blocks is not None:
-        lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+        lists = mods.lists
         lengths, size = problem.extent[1:3], (mods.q_block, mods.kv_block)
         how = {"is_decided": pair[1] is None, "is_transposed": is_transposed}
         key = lengths, size, tile, *how.values()

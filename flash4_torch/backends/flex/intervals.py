@@ -213,7 +213,7 @@ def of_call(inputs: FlexInputs, problem: FlexProblem, find: Find | None = None) 
     CUDA graph, where tensors may change before it is replayed.
     """
     mods, (_, mask_mod) = inputs.mods, mods_of(inputs)
-    lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+    lists = mods.lists
     first, captured = lists[0], () if mask_mod is None else tuple(mask_mod.tensors)
     assert first is not None
     if not all(map(tables.may_be_kept, (*lists, *captured))):
@@ -261,7 +261,7 @@ def _seen(inputs: FlexInputs, problem: FlexProblem, find: Find | None) -> Tensor
     if find is not None and mask_mod is not None:
         text, outer, lengths = mods.mask_mod, bits.outer(inputs, problem), problem.extent[1:3]
         if new_masks.may_be_looked_at(text, mask_mod, (*outer, *lengths)):
-            lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
+            lists = mods.lists
             return new_masks.rows(text, mask_mod, lists, (mods.q_block, mods.kv_block), outer, lengths, find)
     mask = mask_of(inputs, problem)
     return None if mask is None else seen_rows.seen_by(mask)

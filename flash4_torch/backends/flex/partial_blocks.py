@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...flex.program import Program, refs
 from ...flex_problem import FlexInputs, FlexProblem
 from ...reference.flex import FULL, PARTIAL, Blocks, Mod
 from .tiled import blocks_of, mods_of
@@ -62,14 +61,9 @@ def mask_of(inputs: FlexInputs, problem: FlexProblem) -> Mask | None:
     if mask_mod is None:
         state = torch.where(state == PARTIAL, FULL, state)
     else:
-        b, h = (n if reads(mask_mod.program, lane) else -1 for lane, n in enumerate((extent.B, extent.Hq)))
+        b, h = (n if mask_mod.program.reads(lane) else -1 for lane, n in enumerate((extent.B, extent.Hq)))
         state = state.expand(b, h, -1, -1)
     return Mask(Blocks(state, size), mask_mod, extent.Sq, extent.Sk)
-
-
-def reads(program: Program, lane: int) -> bool:
-    """Whether a program depends on a lane input."""
-    return any(ref.value == lane for ref in refs((*program.outputs, *(node.args for node in program.nodes))))
 
 
 def parts(mask: Mask) -> Iterator[Part] | None:

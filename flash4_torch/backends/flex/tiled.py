@@ -115,7 +115,7 @@ def mods_of(inputs: FlexInputs) -> tuple[reference.Mod | None, reference.Mod | N
 def blocks_of(inputs: FlexInputs) -> reference.Blocks | None:
     """The block mask."""
     mods = inputs.mods
-    if mods.kv_num_blocks is None or mods.kv_indices is None:
+    counts, columns, full_counts, full_columns = mods.lists
+    if counts is None or columns is None:
         return None
-    lists = mods.kv_num_blocks, mods.kv_indices, mods.full_kv_num_blocks, mods.full_kv_indices
-    return reference.Blocks.of(*lists, (mods.q_block, mods.kv_block))
+    return reference.Blocks.of(counts, columns, full_counts, full_columns, (mods.q_block, mods.kv_block))

@@ -88,8 +88,7 @@ class Lowering(NamedTuple):
     @property
     def reads_score(self) -> bool:
         """Whether a derivative depends on the score, and not on its place alone."""
-        program = self.program
-        return any(ref.value == 0 for ref in (*program.outputs, *refs(tuple(n.args for n in program.nodes))))
+        return self.program.reads(0)
 
     @property
     def is_identity(self) -> bool:
