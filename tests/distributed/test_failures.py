@@ -121,7 +121,7 @@ ArgumentError: mesh is int, but it must be a ProcessGroup, a DeviceMesh or None
 ShapeError: q is of 2 heads, but its heads must be a multiple of the 4 ranks that divide them
 ArgumentError: q's length on this rank is 7, but a zigzag layout has two equal chunks on each rank
 ArgumentError: group is a mesh of 2 dimensions, but it must have one
-KeywordError: ring_attention has no argument 'attn_mask'; no mask tensor, but causal, window and
+KeywordError: ring_attention has no argument 'attn_mask'; use causal and window, or in
 ShapeError: k is (4, 2, 8), but it must have q's length, 8, in packed sequences
 RangeError: cu_seqlens is [0, 3, 8], but it must begin with 0 and end with the packed length, 32
 ShapeError: x is (1, 6, 2, 8), but its length along dim=1 must be a multiple of

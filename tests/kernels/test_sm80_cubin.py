@@ -142,7 +142,7 @@ def _of(table: sm80.Table, features: Features, ragged_k: bool = True) -> Iterato
 def keys() -> list[Key]:
     """All kernels that are compiled; the last one spills."""
     found = one_of(3046, [key for arch in TABLES for key in everything(arch)])
-    full = one_of(5, [Key(ENTRY, kernel, arch) for kernel in FULL for arch in ("sm_80", "sm_90a")])
+    full = one_of(3, [Key(ENTRY, kernel, arch) for kernel in FULL for arch in ("sm_80", "sm_90a")])
     full.append(Key(ENTRY, (EXACT, sm80.SMALL.forward(EXACT, Sizes(4096, 4095))), "sm_120a"))
     full.append(Key(ENTRY, (FEW_ROWS, sm80.SMALL.forward(FEW_ROWS, Sizes(64, 4096))), "sm_86"))
     full.append(Key(ENTRY, (TF32, sm80.SMALL.forward(TF32, Sizes(4096, 4095))), "sm_120a"))

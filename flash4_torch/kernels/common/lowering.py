@@ -152,7 +152,7 @@ def _without_copies(derivative: Derivative) -> Derivative:
     first = program.first_node
     number = {n: n for n in range(first)}
     made: dict[tuple[str, Node], int] = {}
-    """By what is written, too, which tells a bool from the number that it equals."""
+    """Keys have what is written, too, which tells a bool from the number that it equals."""
 
     def renamed(arg: Any) -> Any:
         if isinstance(arg, Ref):
