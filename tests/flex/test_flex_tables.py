@@ -71,6 +71,16 @@ def test_tables_live_as_long_as_their_mask() -> None:
     assert table() is None
 
 
+def test_tables_of_many_lengths_do_not_pile_up() -> None:
+    """A mask that is called with ever other lengths keeps the tables of the last ones."""
+    lists, made_for = lists_of(0, 4, 5), []
+    for length in range(200):
+        kept(lists, length, lambda length=length: made_for.append(length))
+    assert made_for == [*range(200)]
+    assert len(tables._of_mask[lists[0]].tables) == tables._MOST_CALLS
+    kept(lists, 199, pytest.fail)
+
+
 def test_inference_tensors_have_no_versions() -> None:
     with torch.inference_mode():
         lists = lists_of(0, 4, 5)

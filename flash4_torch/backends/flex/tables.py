@@ -151,7 +151,7 @@ def kept(lists: Lists, key: Hashable, make: Callable[[], Tables]) -> Tables:
     key = key, stream
     if key not in found.tables:
         if len(found.tables) >= _MOST_CALLS:
-            del found.tables[next(iter(found.tables))]
+            found.tables.pop(next(iter(found.tables)), None)  # another thread may have done so
         found.tables[key] = apart(first.device, make)
     return found.tables[key]
 
