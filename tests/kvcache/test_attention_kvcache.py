@@ -336,6 +336,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "scale of a cache": ({"k_scale": torch.ones(())}, "k_scale is"),
     "num_splits": ({"num_splits": 0}, "num_splits is 0"),
     "out": ({"out": torch.empty(2, 1, 4, 9)}, "out is"),
+    "expanded out": ({"out": torch.empty(1, 1, 4, 8).expand(2, 1, 4, 8)}, "out is .* must be apart"),
     "sinks": ({"sinks": torch.zeros(3)}, "sinks is"),
     "window": ({"window": (-3, 1)}, "window is"),
     "bound": ({"max_seqlen_k": 39}, "seqused_k is .* 39"),
