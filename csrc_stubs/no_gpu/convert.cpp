@@ -15,10 +15,17 @@ using number::Rounding;
 
 constexpr auto same = [](auto a) { return a; };
 
-// --- Integers to integers: "cvt.b32.s16" takes 16 bits with their sign to a register of 32.
+// --- Integers to integers: "cvt.b32.s16" takes 16 bits with their sign to a register of 32, "cvt.b32.s16.low" the low
+// 16 bits of a register of 64.
+
+template <class S>
+constexpr auto low = [](auto a) { return static_cast<typename S::Value>(a); };
 
 template <class S>
 void register_extension(const std::string& type) {
+    Registration(("cvt.b16." + type + ".low").c_str(), map<low<S>, U16, U64>, Pipe::Convert);
+    Registration(("cvt.b32." + type + ".low").c_str(), map<low<S>, U32, U64>, Pipe::Convert);
+    Registration(("cvt.b64." + type + ".low").c_str(), map<low<S>, U64, U64>, Pipe::Convert);
     Registration(("cvt.b16." + type).c_str(), map<same, U16, S>, Pipe::Convert);
     Registration(("cvt.b32." + type).c_str(), map<same, U32, S>, Pipe::Convert);
     Registration(("cvt.b64." + type).c_str(), map<same, U64, S>, Pipe::Convert);

@@ -14,6 +14,7 @@ from typing import Any
 
 from flash4_torch import env
 from flash4_torch.emulator import host, ptx
+from flash4_torch.emulator.early import refuse_early_access
 from flash4_torch.emulator.engine import Options, Program, pack_parameters
 from flash4_torch.emulator.errors import EmulatorError
 from flash4_torch.emulator.report import Report
@@ -52,6 +53,8 @@ class Device:
     def launch(self, launch: host.Launch) -> None:
         """Runs one launch to its end."""
         kernel = _kernel(launch.kernel.ptx, launch.kernel.name)
+        if launch.programmatic:
+            refuse_early_access(kernel)
         if self.transform:
             kernel = self.transform(kernel)
             program = Program(kernel, arch=_number(self.arch), compact=self.options.compact)

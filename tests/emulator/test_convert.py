@@ -44,6 +44,17 @@ def test_integers_extend_or_lose_their_upper_bits(to, source, rng, n):
     assert got.tolist() == want
 
 
+@pytest.mark.parametrize("to", INTEGERS)
+@pytest.mark.parametrize("source", ["u8", "s8", "u16", "s16", "u32", "s32"])
+@few
+@given(drawn, counts)
+def test_a_wide_source_register_is_truncated(to, source, rng, n):
+    """The lower bits of a register of 64 are the number, with its own sign."""
+    a = integers(rng, n, 64)
+    (got,) = evaluate(f"cvt.{to}.{source} %d0, %s0;", [a], unsigned(bits_of(to)))
+    assert got.tolist() == [cut(number(cut(int(x), bits_of(source)), source), bits_of(to)) for x in a]
+
+
 @pytest.mark.parametrize("container", [16, 32])
 @few
 @given(drawn, counts)

@@ -17,7 +17,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from flash4_torch import env
 from flash4_torch.emulator import build
-from flash4_torch.emulator.errors import EmulatorError
+from flash4_torch.emulator.errors import EmulatorError, LaunchError
 from flash4_torch.testing import emulate
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +47,50 @@ def doubled(device: emulate.Device, beyond: int = 0) -> bool:
     with device.touching(x, y):
         compiled(from_dlpack(x), from_dlpack(y))
     return torch.equal(y, x * 2)
+
+
+@cute.kernel
+def early_kernel(x: cute.Tensor, y: cute.Tensor, order: cutlass.Constexpr) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    value = cutlass.Float32(0.0)
+    if cutlass.const_expr(order == "reads first"):
+        value = x[thread]
+    if cutlass.const_expr(order == "half of it waits"):
+        if thread < 32:
+            cute.arch.griddepcontrol_wait()
+            y[thread] = x[thread] * 2.0
+        else:
+            y[thread] = x[thread] * 2.0
+    else:
+        if cutlass.const_expr(order != "never waits"):
+            cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(order != "reads first"):
+            value = x[thread]
+        y[thread] = value * 2.0
+
+
+@cute.jit
+def launch_early(
+    x: cute.Tensor, y: cute.Tensor, order: cutlass.Constexpr, use_pdl: cutlass.Constexpr
+) -> None:
+    early_kernel(x, y, order).launch(grid=(1, 1, 1), block=(64, 1, 1), use_pdl=use_pdl)
+
+
+@pytest.mark.parametrize("order", ["right", "reads first", "half of it waits", "never waits"])
+def test_an_early_kernel_waits_before_it_reads(order):
+    """A kernel that may begin before the one ahead has ended is refused, unless all of it waits first."""
+    x = torch.randn(64)
+    with emulate.device("sm_90a"):
+        for use_pdl in (False, True):
+            y = torch.full((64,), torch.nan)
+            compiled = cute.compile(launch_early, from_dlpack(x), from_dlpack(y), order, use_pdl)
+            if use_pdl and order != "right":
+                with pytest.raises(LaunchError, match=r"early_kernel.* may begin before the kernel ahead"):
+                    compiled(from_dlpack(x), from_dlpack(y))
+                assert y.isnan().all()
+            else:
+                compiled(from_dlpack(x), from_dlpack(y))
+                assert torch.equal(y, 2 * x)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -524,7 +524,10 @@ def _integer_to_integer(
 ) -> EngineOp:
     _only(modifiers, {"sat"}, ctx)
     container = _container(ins, ctx)
-    regs = [ctx.reg(ins.operands[0], 8 if container == 64 else 4), _source(ins, ctx, source)]
+    into = ctx.reg(ins.operands[0], 8 if container == 64 else 4)
+    # A source register may be wider than the type that is read of it.
+    is_low = not modifiers and _bits(source) < 64 and _is_of_64_bits(ins.operands[-1])
+    regs = [into, ctx.reg(ins.operands[1], 8) if is_low else _source(ins, ctx, source)]
     if modifiers:
         return EngineOp(f"cvt.sat.b{container}.{source}", regs, _limits(to))
     if _bits(to) < container:
@@ -532,7 +535,11 @@ def _integer_to_integer(
         if _bits(source) == 64 or (_bits(source) < _bits(to) and source[0] != to[0]):
             raise ctx.unsupported(f"a destination of {container} bits")
         source = to if _bits(to) <= _bits(source) else source
-    return EngineOp(f"cvt.b{container}.{source}", regs)
+    return EngineOp(f"cvt.b{container}.{source}{'.low' * is_low}", regs)
+
+
+def _is_of_64_bits(operand: Operand) -> bool:
+    return isinstance(operand, Register) and not operand.special and operand.type in ("b64", "u64", "s64")
 
 
 def _real_to_integer(ins: Instruction, ctx: Context, modifiers: set[str], to: str, source: str) -> EngineOp:

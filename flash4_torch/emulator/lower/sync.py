@@ -49,7 +49,8 @@ def nothing(ins: Instruction, ctx: Context) -> EngineOp:
 def fence(ins: Instruction, ctx: Context) -> EngineOp:
     """Lowers fences, which matter to the race checker only.
 
-    A launch has no predecessor and no successor here, and the engine's memory is sequentially consistent.
+    A launch has no predecessor and no successor here (`early` knows who must wait for one), and the engine's
+    memory is sequentially consistent.
     """
     if ins.opcode.startswith("fence.mbarrier_init"):
         return EngineOp("fence.mbarrier_init")
