@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DoubleBackwardError, ForwardModeError, NoGradientError
+from ..errors import ForwardModeError, NoGradientError
 from ..problem import CallOptions, has_float_mask
 from . import decomposition, schema, weights_in_graph
 
@@ -217,14 +217,6 @@ def refuse_tangents(function: str, tensors: Iterable[Any]) -> None:
         raise NoGradientError(function)
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
-def _refuse(ctx: Any, *grads: Tensor) -> Grads:
-    raise DoubleBackwardError
-
-
 def _refuse_tangents(ctx: Any, *tangents: Tensor) -> Grads:
     raise ForwardModeError
 
@@ -232,12 +224,16 @@ def _refuse_tangents(ctx: Any, *tangents: Tensor) -> Grads:
 def refusing(name: str, gradients: Callable[..., Any]) -> type[torch.autograd.Function]:
     """An autograd.Function of what computes gradients, which have none; torch.func can transform it."""
     return function(
-        name, gradients, _refuse, setup_context=staticmethod(_save_nothing), generate_vmap_rule=True
+        name,
+        gradients,
+        schema.refuse_double_backward,
+        setup_context=staticmethod(schema.save_nothing),
+        generate_vmap_rule=True,
     )
 
 
 attention_backward, attention_varlen_backward, attention_weights_backward, _ = (
-    _differentiable(name, _save_nothing, _refuse)
+    _differentiable(name, schema.save_nothing, schema.refuse_double_backward)
     for name in (
         "attention_backward",
         "attention_varlen_backward",

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DoubleBackwardError
 from ..reference.scoring import working_dtype
 from .after_import import after_import
-from .schema import LIBRARY
+from .schema import LIBRARY, define, refuse_double_backward, save_nothing
 
 _RULES = (
     "float scale, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
@@ -33,10 +32,8 @@ SCHEMAS = {
     "all_to_all": "(Tensor x, str group) -> Tensor",
     "from_first_rank": "(Tensor x, str group) -> Tensor",
 }
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-
 for _name, _signature in SCHEMAS.items():
-    LIBRARY.define(f"{_name}{_signature}", tags=_TAGS)
+    define(_name, _signature)
 
 ring_attention = torch.ops.flash4.ring_attention.default
 all_to_all = torch.ops.flash4.all_to_all.default
@@ -98,14 +95,6 @@ def _all_to_all_grads(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return all_to_all(gradient.contiguous(), ctx.group), None
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
-def _refuse(ctx: Any, *gradients: Tensor | None) -> Any:
-    raise DoubleBackwardError
-
-
 _fakes: dict[str, Callable[..., Any]] = {
     "ring_attention": _fake,
     "ring_attention_backward": _backward_fake,
@@ -116,7 +105,7 @@ for _name, _function in _fakes.items():
     torch.library.register_fake(f"flash4::{_name}", _function, lib=LIBRARY)
 for _name, _saves, _gradients in (
     ("ring_attention", _save, _grads),
-    ("ring_attention_backward", _save_nothing, _refuse),
+    ("ring_attention_backward", save_nothing, refuse_double_backward),
     ("all_to_all", _save_group, _all_to_all_grads),
 ):
     torch.library.register_autograd(f"flash4::{_name}", _gradients, setup_context=_saves, lib=LIBRARY)

@@ -18,7 +18,6 @@ from torch import Tensor
 from ..backends import flex as backends
 from ..backends.flex import tiled
 from ..backends.flex.tiled import program_of
-from ..errors import DoubleBackwardError
 from ..flex import softcap
 from ..flex_problem import NUM_TENSORS, FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods, new_out
 from ..problem import CallOptions, Extent, as_gradient, capability_of, dtype_key, new_gradient
@@ -27,7 +26,7 @@ from .after_import import after_import
 from .autocast import DEVICES, casting
 from .autograd import below_autograd, function, wants_grad
 from .check import cu_seqlens_values
-from .schema import LIBRARY
+from .schema import LIBRARY, define, refuse_double_backward, save_nothing
 from .vmap import flex_rule
 
 _OPTIONS = (
@@ -51,7 +50,6 @@ SCHEMAS = {
     ),
     "flex_max_scores": f"(Tensor q, Tensor k, {_ARGUMENTS}) -> Tensor max_scores",
 }
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
 _MODS = len(Mods._fields)
@@ -260,14 +258,6 @@ def _gradients(
     return dq, dk, dv, found, *beside
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
-def _refuse(ctx: Any, *grads: Any) -> Any:
-    raise DoubleBackwardError
-
-
 # An autograd.Function takes no lists of tensors. Each function has the number of captured tensors first, and
 # these in the place of their list. As in `autograd` there are two forms: one for torch.func's transforms,
 # which want `setup_context`, and the classic one.
@@ -322,7 +312,7 @@ def _with_list(n: int, at: int, arguments: Sequence[Any]) -> list[Any]:
 
 
 _Recorded = function("flex_attention", _recorded_forward, _recorded_grads)
-_RecordedBackward = function("flex_attention_backward", _recorded_backward, _refuse)
+_RecordedBackward = function("flex_attention_backward", _recorded_backward, refuse_double_backward)
 _Transformed = function(
     "flex_attention",
     _flat_forward,
@@ -333,8 +323,8 @@ _Transformed = function(
 _TransformedBackward = function(
     "flex_attention_backward",
     _flat_backward,
-    _refuse,
-    setup_context=staticmethod(_save_nothing),
+    refuse_double_backward,
+    setup_context=staticmethod(save_nothing),
     generate_vmap_rule=True,
 )
 
@@ -363,10 +353,10 @@ def _reads_batch(text: str) -> bool:
 
 for _name, _kernel, _fake, _autograd, _n, _mapped in (
     ("flex_attention", _forward, _fake_forward, (_grads, _save), 3, 3),
-    ("flex_attention_backward", _backward, _fake_backward, (_refuse, _save_nothing), 0, 8),
-    ("flex_max_scores", _max_scores, _fake_max_scores, (_refuse, _save_nothing), 2, 2),
+    ("flex_attention_backward", _backward, _fake_backward, (refuse_double_backward, save_nothing), 0, 8),
+    ("flex_max_scores", _max_scores, _fake_max_scores, (refuse_double_backward, save_nothing), 2, 2),
 ):
-    LIBRARY.define(f"{_name}{SCHEMAS[_name]}", tags=_TAGS)
+    define(_name, SCHEMAS[_name])
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash4::{_name}", _fake, lib=LIBRARY)
     torch.library.register_autograd(f"flash4::{_name}", _autograd[0], setup_context=_autograd[1], lib=LIBRARY)

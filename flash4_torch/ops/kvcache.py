@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from ..backends import kvcache as backends
-from ..errors import NoGradientError, RangeError
+from ..errors import RangeError
 from ..kvcache_problem import CacheExtent, CacheInputs, CacheOptions, CacheProblem, CacheSpec
 from ..masks import Band
 from ..problem import capability_of, dtype_key
 from ..reference.scoring import working_dtype
 from .check import cu_seqlens_values
-from .schema import LIBRARY
+from .schema import LIBRARY, define, save_nothing, without_gradients
 
 _ARGUMENTS = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? block_table, Tensor? cu_seqlens_q, Tensor? seqused_k, "
@@ -38,7 +38,6 @@ SCHEMAS = {
     "attention_kvcache": f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)",
     "attention_kvcache_out": f"({_ARGUMENTS}, Tensor(a!) out) -> Tensor lse",
 }
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _TENSORS = len(CacheInputs._fields)
 _ALIGNMENT = 16
 """Bytes."""
@@ -150,21 +149,16 @@ def _fake_attention_kvcache_out(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape[1], q.shape[0], dtype=working_dtype(q.dtype))
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
-def _refuse(ctx: Any, *grads: Tensor) -> Any:
-    raise NoGradientError("attention_kvcache")
-
-
 for _name, _kernel, _fake in (
     ("attention_kvcache", _attention_kvcache, _fake_attention_kvcache),
     ("attention_kvcache_out", _attention_kvcache_out, _fake_attention_kvcache_out),
 ):
-    LIBRARY.define(f"{_name}{SCHEMAS[_name]}", tags=_TAGS)
+    define(_name, SCHEMAS[_name])
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flash4::{_name}", _fake, lib=LIBRARY)
 torch.library.register_autograd(
-    "flash4::attention_kvcache", _refuse, setup_context=_save_nothing, lib=LIBRARY
+    "flash4::attention_kvcache",
+    without_gradients("attention_kvcache"),
+    setup_context=save_nothing,
+    lib=LIBRARY,
 )

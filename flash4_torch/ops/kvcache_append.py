@@ -22,7 +22,7 @@ from ..backends.kvcache import append as append_backend
 from ..backends.kvcache import merge as merge_backend
 from ..errors import NoGradientError, RangeError
 from ..reference.kvcache import Append
-from .schema import LIBRARY
+from .schema import LIBRARY, define, save_nothing, without_gradients
 
 SCHEMAS = {
     "append_kvcache": (
@@ -35,10 +35,8 @@ SCHEMAS = {
 }
 
 # As for the other operators: results depend on strides only in that kernels read any.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-
 for _name, _signature in SCHEMAS.items():
-    LIBRARY.define(f"{_name}{_signature}", tags=_TAGS)
+    define(_name, _signature)
 
 _append_kvcache = torch.ops.flash4.append_kvcache.default
 _merge_states = torch.ops.flash4.merge_states.default
@@ -239,16 +237,10 @@ def _merge_fake(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
     return outs[0].new_empty(outs[0].shape[1:]), lses[0].new_empty(lses[0].shape[1:])
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
-def _refuse(ctx: Any, *grads: Tensor) -> Any:
-    raise NoGradientError("merge_states")
-
-
 LIBRARY.impl("append_kvcache", _append, "CompositeExplicitAutograd")
 LIBRARY.impl("merge_states", _merge, "CompositeExplicitAutograd")
 torch.library.register_fake("flash4::append_kvcache", _append_fake, lib=LIBRARY)
 torch.library.register_fake("flash4::merge_states", _merge_fake, lib=LIBRARY)
-torch.library.register_autograd("flash4::merge_states", _refuse, setup_context=_save_nothing, lib=LIBRARY)
+torch.library.register_autograd(
+    "flash4::merge_states", without_gradients("merge_states"), setup_context=save_nothing, lib=LIBRARY
+)

@@ -18,7 +18,12 @@ and `attention_weights`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+
+from ..errors import DoubleBackwardError, NoGradientError
 
 _SCORES = "float scale, SymInt? window_left, SymInt? window_right, float softcap, float dropout_p"
 _RULES = f"{_SCORES}, bool deterministic"
@@ -59,8 +64,33 @@ SCHEMAS = {
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 LIBRARY = torch.library.Library("flash4", "DEF")
+
+
+def define(name: str, signature: str) -> None:
+    """Declare an operator of the library."""
+    LIBRARY.define(f"{name}{signature}", tags=_TAGS)
+
+
+def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save nothing for a backward that refuses."""
+
+
+def refuse_double_backward(ctx: Any, *gradients: Any) -> Any:
+    """Refuse the backward of an operator that computes gradients."""
+    raise DoubleBackwardError
+
+
+def without_gradients(function: str) -> Callable[..., Any]:
+    """The backward of a public function that has none."""
+
+    def refuse(ctx: Any, *gradients: Any) -> Any:
+        raise NoGradientError(function)
+
+    return refuse
+
+
 for _name, _signature in SCHEMAS.items():
-    LIBRARY.define(f"{_name}{_signature}", tags=_TAGS)
+    define(_name, _signature)
 
 attention_and_weights = torch.ops.flash4.attention_and_weights.default
 attention = torch.ops.flash4.attention.default
