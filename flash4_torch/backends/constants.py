@@ -48,6 +48,11 @@ def own_pages(device: torch.device, B: int) -> Tensor:
     return _constant(device, _own_pages, B)
 
 
+def all_partial(device: torch.device, NB: int) -> Tensor:
+    """The tables (2 NB + 1,), int32, of a floating mask of which each row of blocks has NB partial ones."""
+    return _constant(device, _all_partial, NB)
+
+
 def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 
@@ -66,6 +71,11 @@ def _even_lengths(B: int, S: int, device: torch.device) -> Tensor:
 
 def _own_pages(B: int, device: torch.device) -> Tensor:
     return torch.arange(B, dtype=torch.int32, device=device)[:, None]
+
+
+def _all_partial(NB: int, device: torch.device) -> Tensor:
+    numbers = torch.arange(NB + 1, dtype=torch.int32, device=device)
+    return torch.cat((2 * numbers[:NB] + 1, numbers))
 
 
 def _constant(device: torch.device, make: _Make, *sizes: int) -> Tensor:

@@ -214,7 +214,7 @@ CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "window, softcap": ({"window": (40, 3), "softcap": 3.0}, 1),
     "negative scale": ({"scale": -0.2}, 1),
     "bool mask": ({"attn_mask": torch.arange(150) % 7 > 1}, 2),
-    "float mask": ({"attn_mask": torch.linspace(-2, 2, 90 * 150).view(90, 150).sin().bfloat16()}, 2),
+    "float mask": ({"attn_mask": torch.linspace(-2, 2, 90 * 150).view(90, 150).sin().bfloat16()}, 1),
     "dropout": ({"causal": True, "dropout_p": 0.3}, 1),
 }
 # "causal" on Hopper, "float mask" on Blackwell, "negative scale" by mma.sync.

@@ -47,9 +47,9 @@ CALLS: dict[str, tuple[dict[str, Any], int]] = {
     "negative scale": ({"scale": -0.2}, 3),
     "bool mask": ({"attn_mask": torch.arange(150)[None] % 7 > 1}, 4),
     "bool mask of rows": ({"attn_mask": BIAS > 0.3, "causal": True}, 4),
-    "float mask": ({"attn_mask": BIAS.bfloat16()}, 4),
-    "gradient of a mask": ({"attn_mask": BIAS.clone().requires_grad_()}, 4),
-    "gradient of a mask of keys": ({"attn_mask": BIAS[:1].clone().requires_grad_()}, 4),
+    "float mask": ({"attn_mask": BIAS.bfloat16()}, 3),
+    "gradient of a mask": ({"attn_mask": BIAS.clone().requires_grad_()}, 3),
+    "gradient of a mask of keys": ({"attn_mask": BIAS[:1].clone().requires_grad_()}, 3),
     "dropout": ({"causal": True, "dropout_p": 0.3}, 3),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 import flash4_torch
 from flash4_torch import fast_path, testing
 from flash4_torch.backends import tile_counters
+from flash4_torch.backends.compiled import mask_kinds
 from own_gpu import OURS, needs_ours
 from test_fast_path import LongWay
 
@@ -236,3 +238,39 @@ def test_a_graph_on_a_device_that_is_not_current_at_replay() -> None:
         graph.replay()
     torch.cuda.synchronize(1)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 384, 640), (2, 4, 384, 640), (1, 1, 1, 640)])
+def test_dense_masks_of_a_kind_are_examined_once(shape: tuple[int, ...]) -> None:
+    """Results are those of examined ones, right for another mask of the kind, and for any in a graph."""
+    mask_kinds._kind.cache_clear()
+    q, _, _ = qkv(S=384)
+    _, k, v = qkv(S=640)
+    mask = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    call = functools.partial(flash4_torch.attention, q, k, v, attn_mask=mask)
+    first = call()
+    torch.cuda.synchronize()
+    assert not any("mask_blocks" in name for name in kernels_of(call))
+    assert torch.equal(call(), first)
+
+    def halve() -> None:
+        mask[..., torch.randperm(640, device="cuda")[:320]] = -torch.inf
+        mask[..., :128] = -torch.inf
+
+    assert_right(call(), q, k, v, attn_mask=mask)
+    halve()
+    assert_right(call(), q, k, v, attn_mask=mask)
+    for known in (True, False):
+        if not known:
+            mask_kinds._kind.cache_clear()
+            fast_path.clear()
+            # Its answer comes while the graph is captured.
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call()
+        for _ in range(2):
+            mask.normal_()
+            halve()
+            graph.replay()
+            assert_right(out, q, k, v, attn_mask=mask)

@@ -27,11 +27,12 @@ from flash4_torch.backends.compiled import (
     Target,
     backend,
     forward,
+    mask_kinds,
 )
 from flash4_torch.backends.compiled.targets import WEIGHTS, ForwardConfig
 from flash4_torch.backends.tiled import Tiled
 from flash4_torch.configs.types import Features
-from flash4_torch.kernels.common.mask_tables import MaskPlan, place
+from flash4_torch.kernels.common.mask_tables import MaskPlan
 from flash4_torch.masks import Band
 from flash4_torch.problem import Problem
 from flash4_torch.reference import kvcache, tiled
@@ -120,6 +121,7 @@ def gpu(target: Target = SM90A) -> Iterator[Machine]:
 
 
 def _forget() -> None:
+    mask_kinds._kind.cache_clear()
     fast_path.clear()
     backend._kernel.cache_clear()
     backend._backward_kernels.cache_clear()
@@ -245,7 +247,7 @@ def _check(
         mask, tables = mask_args
         assert str(mask.dtype) == f"torch.{features.mask}" and mask.shape[3] == k.shape[1]
         plan = forward.mask_plan(features.mask, config)
-        assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
+        on_cpu_backward.check_tables(plan, mask, tables)
     if not features.varlen:
         hidden = features.right and params[3] <= 0
         tail = getattr(config, "ragged_k", True)

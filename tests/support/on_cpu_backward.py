@@ -21,7 +21,7 @@ from flash4_torch.kernels.common.bwd.row_blocks import (
     RowBlocks,
     SinksPlan,
 )
-from flash4_torch.kernels.common.mask_tables import place
+from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 from flash4_torch.masks import Band
 from flash4_torch.reference import tiled
 from flash4_torch.reference.dropout import Dropout
@@ -284,8 +284,17 @@ def _mask(
     # Of a bool mask bits are read, whose order does not depend on the mask's.
     is_free = features.mask == "bool" or (not plan.column_major and mask.numel() <= masks._FEW)
     assert is_free or any(mask.shape[d] == 1 or mask.stride(d) in (0, 1) for d in together)
-    assert tables.numel() == place(plan, *mask.shape).words and tables.dtype == torch.int32
+    check_tables(plan, mask, tables)
     return mask.transpose(2, 3)
+
+
+def check_tables(plan: MaskPlan, mask: Tensor, tables: Tensor) -> None:
+    """Those of the mask's sizes, or of a floating mask's only row of blocks."""
+    at = place(plan, *mask.shape)
+    assert tables.dtype == torch.int32
+    if tables.numel() != at.words:
+        assert plan.dtype != "bool"
+        assert tables.tolist() == [*range(1, 2 * at.NB, 2), *range(at.NB + 1)]
 
 
 def _add_dmask(dmask: Tensor, found: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...kernels.common import mask_tables
 from ...kernels.common.mask_tables import MaskPlan
 from ..views import Layout
+from .mask_kinds import kind_of
 from .targets import MASK_BLOCKS, MASK_TRANSPOSE, Find
 from .tensors import Allocator, padded
 
@@ -26,14 +27,18 @@ def reader(find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocato
     """What reads masks of this one's sizes and strides; `view` gives the attention kernel's view of one."""
     if mask is None:
         return _nothing
-    words = mask_tables.place(plan, *view(mask).shape).words
+    seen = view(mask)
+    words, kind = mask_tables.place(plan, *seen.shape).words, kind_of(plan, seen)
     examine, new_tables = find(MASK_BLOCKS, (plan,)), allocator((words,), torch.int32)
 
     def read(mask: Tensor | None) -> MaskArgs | None:
         if mask is None:
             raise AssertionError("the call has a mask")
-        seen, tables = view(mask), new_tables()
-        examine(seen, tables)
+        seen, tables = view(mask), kind.foreseen()
+        if tables is None:
+            tables = new_tables()
+            examine(seen, tables)
+            kind.learn(tables)
         return seen, tables
 
     return read

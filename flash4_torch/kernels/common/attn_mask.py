@@ -46,7 +46,7 @@ class MaskArgs(NamedTuple):
     mask: cute.Tensor
     """(Bm, Hm, Sqm, Sk); the first three dimensions are full or 1. Any strides: 0 where Sk is expanded."""
     tables: cute.Tensor
-    """Words of int32; `mask_tables.place` says how many."""
+    """Words of int32: as many as `mask_tables.place` says, or those of one row of blocks."""
 
 
 class Mask(NamedTuple):
@@ -89,6 +89,9 @@ class Rows(NamedTuple):
     """Floating masks: whether `run` keys of a row can be loaded at once."""
     run: int
     """Number of neighbouring keys that a thread has, at most 16 bytes of them."""
+    shared: Boolean | None
+    """Whether a thread, which has two of every eight keys, loads eight at once, for itself and three lanes;
+    None if the kernel does not."""
 
 
 def example_args(plan: MaskPlan) -> MaskArgs:
@@ -109,8 +112,14 @@ def make_mask(args: MaskArgs, plan: cutlass.Constexpr) -> Mask:
         # A byte per key; the DSL's Boolean would be a bit in registers.
         values = cute.make_tensor(cute.recast_ptr(values.iterator, dtype=cutlass.Uint8), values.layout)
         bits = _compact(base, (Bm, Hm, Sqm, NB, 4 * plan.panels))
-    blocks = _compact(base + at.blocks, (Bm, HB, MB, NB))
-    return Mask(plan, values, bits, blocks, _compact(base + at.rank, (Bm, HB, MB, NB + 1)))
+    rows, between = (Bm, HB, MB), at.rank - at.blocks
+    if cutlass.const_expr(plan.dtype != "bool"):
+        is_one_row = args.tables.shape[0] == 2 * at.NB + 1
+        rows = tuple(cutlass.select_(is_one_row, Int32(1), Int32(size)) for size in rows)
+        between = cutlass.select_(is_one_row, at.NB, between)
+    blocks = base + at.blocks
+    rank = _compact(blocks + between, (*rows, NB + 1))
+    return Mask(plan, values, bits, _compact(blocks, (*rows, NB)), rank)
 
 
 def with_mask(ctx: AnyContext, args: MaskArgs | None) -> AnyContext:
@@ -166,11 +175,14 @@ def rows_of(
     heads: tuple[Int32, ...],
     rows: tuple[Int32, ...],
     pair: Int32 | None = None,
+    shares: cutlass.Constexpr = False,
 ) -> Rows:
     """The mask of a thread's rows; rows beyond the end are read as the last one.
 
     heads, rows: query head and query of each row. pair: which two of every eight keys are the thread's, lane
-    % 4 for a wgmma accumulator; None: all are.
+    % 4 for a wgmma accumulator; None: all are. shares: where rows of a floating mask of 16 bits differ and a
+    thread has pairs, four lanes load eight keys each for one another. That takes registers, and the L1 cache
+    a quarter of the time; lanes that load a row together do not need it.
     """
     Bm, Hm, Sqm, _ = mask.values.shape
     values, bits = [], []
@@ -183,8 +195,11 @@ def rows_of(
                 words = cute.make_layout((row.shape[0], mask.plan.panels), stride=(row.stride[0], 4))
                 row = cute.make_tensor(row.iterator + pair, words)
             bits.append(row)
-    run = 2 if pair is not None else VECTOR * 8 // mask.values.element_type.width
-    return Rows(tuple(values), tuple(bits), is_aligned(mask.values, run), run)
+    width = mask.values.element_type.width
+    run, shared = 2 if pair is not None else VECTOR * 8 // width, None
+    if cutlass.const_expr(shares and width == 16):
+        shared = is_aligned(mask.values, 8) & (Sqm > 1)
+    return Rows(tuple(values), tuple(bits), is_aligned(mask.values, run), run, shared)
 
 
 @cute.jit
@@ -274,11 +289,19 @@ def mask_out(words: tuple[cute.Tensor, ...], fragment: Fragment) -> None:
 
 @cute.jit
 def _add(mask: Mask, own: Rows, n: Int32, fragment: Fragment) -> None:
-    rows = range(len(own.values))
-    if own.aligned and (n + 1) * mask.plan.keys <= mask.values.shape[3]:
-        _add_runs(own, fragment, rows)
+    rows, is_whole = range(len(own.values)), (n + 1) * mask.plan.keys <= mask.values.shape[3]
+    if cutlass.const_expr(own.shared is None):
+        if own.aligned and is_whole:
+            _add_runs(own, fragment, rows)
+        else:
+            _add_keys(own, fragment, rows, mask.values.shape[3])
     else:
-        _add_keys(own, fragment, rows, mask.values.shape[3])
+        if own.shared and is_whole:
+            _add_runs(own, fragment, rows, 8)
+        elif own.aligned and is_whole:
+            _add_runs(own, fragment, rows)
+        else:
+            _add_keys(own, fragment, rows, mask.values.shape[3])
 
 
 @cute.jit
@@ -298,16 +321,52 @@ def _add_one_by_one(mask: Mask, own: Rows, n: Int32, fragment: Fragment) -> None
             _add_keys(own, fragment, (r,), mask.values.shape[3])
 
 
-def _add_runs(own: Rows, fragment: Fragment, rows: Sequence[int]) -> None:
-    scores, run = fragment.values, own.run
-    for r in rows:
-        row = own.values[r]
-        for c in range(0, len(fragment.offsets), run):
-            start = row.iterator + (fragment.key + fragment.offsets[c])
-            loaded = cute.make_rmem_tensor(run, row.element_type)
-            cute.autovec_copy(vector_at(start, run), loaded)
-            for i in range(run):
-                scores[r, c + i] = scores[r, c + i] + loaded[i].to(Float32)
+_OF_FOUR_LANES = (0, 1, 8, 9, 16, 17, 24, 25)
+"""Offsets of a thread's keys among 32 that it shares with three lanes."""
+
+
+def _add_runs(own: Rows, fragment: Fragment, rows: Sequence[int], most: int = 0) -> None:
+    """Add runs of neighbours; most: as many keys at once where four lanes can share them, else `own.run`."""
+    scores, offsets, c = fragment.values, fragment.offsets, 0
+    while c < len(offsets):
+        is_shared = tuple(x - offsets[c] for x in offsets[c : c + most]) == _OF_FOUR_LANES
+        size = most if is_shared else own.run
+        for r in rows:
+            start = own.values[r].iterator + (fragment.key + offsets[c])
+            numbers = _load_shared(start) if is_shared else _load(start, size)
+            for i in range(size):
+                scores[r, c + i] = scores[r, c + i] + numbers[i].to(Float32)
+        c += size
+
+
+def _load(start: cute.Pointer, run: int) -> cute.Tensor:
+    loaded = cute.make_rmem_tensor(run, start.dtype)
+    cute.autovec_copy(vector_at(start, run), loaded)
+    return loaded
+
+
+def _load_shared(start: cute.Pointer) -> cute.Tensor:
+    """Two of every eight of 32 keys, from `start` on. Lane l of four loads keys 8 l to 8 l + 7; its own first
+    one is 2 l.
+    """
+    lane = cute.arch.lane_idx() % 4
+    loaded, own = _load(start + 6 * lane, 8), cute.make_rmem_tensor(4, Uint32)
+    words = cute.recast_tensor(loaded, Uint32)
+    for i, word in enumerate(_transposed([words[i] for i in range(4)], lane)):
+        own[i] = word
+    return cute.recast_tensor(own, start.dtype)
+
+
+def _transposed(words: list[Uint32], lane: Int32) -> list[Uint32]:
+    """Word `lane` of each of four lanes, which hold four words each."""
+    for bit in (1, 2):
+        is_upper = (lane & bit) != 0
+        for i in (i for i in range(4) if not i & bit):
+            low, high = words[i], words[i | bit]
+            other = cute.arch.shuffle_sync_bfly(cutlass.select_(is_upper, low, high), bit)
+            words[i] = cutlass.select_(is_upper, other, low)
+            words[i | bit] = cutlass.select_(is_upper, high, other)
+    return words
 
 
 def _add_keys(own: Rows, fragment: Fragment, rows: Sequence[int], Sk: Int32) -> None:

@@ -7,6 +7,8 @@ other:
     blocks  (Bm, HB, MB, NB)              the visible blocks in ascending order, as 2 n + partial
     rank    (Bm, HB, MB, NB + 1)          rank[n] = how many visible blocks come before block n
 
+Tables of one row of blocks, 2 NB + 1 words, stand for those of a floating mask whose rows are all the same.
+
 A block is a tile of the kernel: `rows` queries of `heads` heads by `keys` keys. It is visible if any of its
 query-key pairs is, and partial if the mask masks a pair or adds something other than 0. Keys beyond Sk count
 for neither, and their bits are 0.

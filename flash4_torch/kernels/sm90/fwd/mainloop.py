@@ -146,7 +146,8 @@ def _work(ctx: Context, t: Thread, tile: Tile, blocks: Blocks, slice_: Warpgroup
     if cutlass.const_expr(plan.features.mask):
         head = tiles.query_head(ctx, tile)
         heads = tuple(head + row % plan.pack_gqa for row in rows)
-        mask = attn_mask.rows_of(ctx.mask, tile.batch, heads, positions, t.lane % LANES)
+        pair, shares = t.lane % LANES, plan.shares_mask_loads
+        mask = attn_mask.rows_of(ctx.mask, tile.batch, heads, positions, pair, shares)
     if cutlass.const_expr(any(plan.features.mods)):
         head = tiles.query_head(ctx, tile)
         heads = tuple(head + row % plan.pack_gqa for row in rows)

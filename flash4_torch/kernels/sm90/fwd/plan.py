@@ -202,6 +202,11 @@ class Plan(ForwardPlan):
         return not (self.features.left or self.features.lists_blocks or self.config.half_block)
 
     @property
+    def shares_mask_loads(self) -> bool:
+        """Whether four lanes load a floating mask for one another, where they have registers for it."""
+        return self.config.warpgroups == 2 and self.D <= 96
+
+    @property
     def softmax(self) -> Method:
         return Method(
             LANES,

@@ -1,0 +1,92 @@
+"""What is known of floating masks of some sizes and strides before a kernel looks at one.
+
+Tables of a mask take as long to make as it takes to read the mask, and leave nothing out if all blocks are
+visible and partial, as next to a learned bias. So it is noted whether those of a kind of masks did. If not,
+the next `_CALLS` masks of the kind are not examined: kernels get the tables of a mask whose blocks are all
+partial, which are right for any mask, since the mask is added to the scores of a partial block. Then one is
+examined again. Masks of few keys never are: a kernel that reads them takes longer than blocks left out.
+
+The host never waits for an answer. For a mask that does look like its kind both tables are the same, so that
+results do not depend on when an answer comes. With torch.use_deterministic_algorithms all masks are examined.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...kernels.common import mask_tables
+from ...kernels.common.mask_tables import MaskPlan
+from .. import constants, tile_counters
+
+_CALLS = 61
+"""Masks between two whose tables are looked at; odd, so that masks which take turns are all seen."""
+_KINDS = 256
+_FEW_BLOCKS = 4
+"""Blocks of keys, at most, of a mask that is not worth a look; one, if all queries have the same row."""
+
+
+class MaskKind:
+    """Masks of one plan, device, sizes and strides."""
+
+    def __init__(self, plan: MaskPlan, sizes: tuple[int, ...], device: torch.device):
+        self._plan, self._device, self._rows = plan, device, sizes[0]
+        self._at = mask_tables.place(plan, *sizes)
+        self._is_small = self._at.NB <= (_FEW_BLOCKS if sizes[2] > 1 else 1)
+        self._is_dense = False
+        self._until_next = 0
+        self._asked: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def foreseen(self) -> Tensor | None:
+        """The tables of a mask that need not be examined, or None."""
+        if self._plan.dtype == "bool":
+            return None
+        if self._is_small:
+            return constants.all_partial(self._device, self._at.NB)
+        if asked := self._asked:
+            answer, event = asked
+            # CUDA forbids to ask an event during a capture.
+            if event is None or (not self._is_capturing() and event.query()):
+                self._is_dense, self._asked, self._until_next = bool(answer), None, _CALLS
+        if not self._is_dense or self._until_next <= 0 or torch.are_deterministic_algorithms_enabled():
+            return None
+        self._until_next -= 1
+        return constants.all_partial(self._device, self._at.NB)
+
+    def learn(self, tables: Tensor) -> None:
+        """Take note of the tables that a kernel has made."""
+        if self._plan.dtype == "bool" or self._asked:
+            return
+        if self._until_next > 0:
+            self._until_next -= 1
+            return
+        if self._device.type != "cuda":
+            self._asked = self._is_all_partial(tables), None
+        elif not self._is_capturing():
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            answer.copy_(self._is_all_partial(tables), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._asked = answer, event
+
+    def _is_capturing(self) -> bool:
+        return tile_counters.is_capturing(self._device.index)
+
+    def _is_all_partial(self, tables: Tensor) -> Tensor:
+        at, expected = self._at, constants.all_partial(self._device, self._at.NB)
+        rows = self._rows * at.HB * at.MB
+        blocks = tables[at.blocks : at.rank].view(rows, at.NB) == expected[: at.NB]
+        rank = tables[at.rank :].view(rows, at.NB + 1) == expected[at.NB :]
+        return blocks.all() & rank.all()
+
+
+def kind_of(plan: MaskPlan, mask: Tensor) -> MaskKind:
+    """The kind of a mask as kernels view it, (Bm, Hm, Sqm, Sk)."""
+    return _kind(plan, tuple(mask.shape), mask.stride(), mask.device)
+
+
+@lru_cache(maxsize=_KINDS)
+def _kind(plan: MaskPlan, sizes: tuple[int, ...], strides: tuple[int, ...], device: torch.device) -> MaskKind:
+    return MaskKind(plan, sizes, device)
