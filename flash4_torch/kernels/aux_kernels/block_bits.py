@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, Uint64
 from cutlass.memory import SmemAllocator
 
-from ..common import host, mods, programs
+from ..common import dependent_launch, host, mods, programs
 from ..common.attn_mask import MaskArgs, example_args, make_mask, within
 from ..common.lowering import Layout, Lowering, lower
 from ..common.mask_tables import PANEL, MaskPlan
@@ -112,10 +112,13 @@ def block_bits(
     )
     B, HB, MB, NB = make_mask(MaskArgs(mask, tables), plan.mask).blocks.shape
     bits_kernel(Evaluated(captured, seen, block), mask, tables, plan).launch(
-        grid=(B * HB * MB * NB, 1, 1), block=(_BITS_THREADS, 1, 1), stream=stream
+        grid=(B * HB * MB * NB, 1, 1),
+        block=(_BITS_THREADS, 1, 1),
+        stream=stream,
+        use_pdl=dependent_launch.is_possible(),
     )
     list_kernel(mask, tables, plan.mask).launch(
-        grid=(B * HB * MB, 1, 1), block=(THREADS, 1, 1), stream=stream
+        grid=(B * HB * MB, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=dependent_launch.is_possible()
     )
 
 
@@ -133,6 +136,7 @@ class _Word(NamedTuple):
 def bits_kernel(
     evaluated: Evaluated, values: cute.Tensor, tables: cute.Tensor, plan: cutlass.Constexpr
 ) -> None:
+    dependent_launch.wait_for_previous_kernel()
     thread, _, _ = cute.arch.thread_idx()
     group, _, _ = cute.arch.block_idx()
     mask, tile = make_mask(MaskArgs(values, tables), plan.mask), plan.mask

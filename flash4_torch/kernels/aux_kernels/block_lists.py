@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint8
 from cutlass.memory import SmemAllocator
 
-from ..common import host, mods, programs
+from ..common import dependent_launch, host, mods, programs
 from ..common.lowering import Layout, lower
 from ..common.programs import Captured, Columns, arguments_of
 from ..common.scan import prefix_count
@@ -87,7 +87,10 @@ def block_lists(
         grid=(B * H * rows * columns, 1, 1), block=(_STATE_THREADS, 1, 1), stream=stream
     )
     lists_kernel(states, partial, full).launch(
-        grid=(B * H * (rows + columns), 1, 1), block=(_LIST_THREADS, 1, 1), stream=stream
+        grid=(B * H * (rows + columns), 1, 1),
+        block=(_LIST_THREADS, 1, 1),
+        stream=stream,
+        use_pdl=dependent_launch.is_possible(),
     )
 
 
@@ -138,6 +141,7 @@ def _evaluate(captured: Captured | None, mask_mod: str, place: Any, first: Int32
 
 @cute.kernel
 def lists_kernel(states: cute.Tensor, partial: Lists, full: Lists | None) -> None:
+    dependent_launch.wait_for_previous_kernel()
     group, _, _ = cute.arch.block_idx()
     _, H, rows, columns = states.shape
     own, rest = group % (rows + columns), group // (rows + columns)

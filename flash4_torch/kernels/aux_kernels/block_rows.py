@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint8
 
-from ..common import host, mods, programs
+from ..common import dependent_launch, host, mods, programs
 from ..common.attn_mask import within
 from ..common.lowering import Layout, lower
 from ..common.programs import Captured, Columns, arguments_of
@@ -77,7 +77,10 @@ def block_rows(
     )
     _, B, H, Sq = seen.shape
     rows_kernel(states, captured, sizes, seen, mask_mod).launch(
-        grid=(cute.ceil_div(B * H * Sq, _WARPS), 1, 1), block=(_THREADS, 1, 1), stream=stream
+        grid=(cute.ceil_div(B * H * Sq, _WARPS), 1, 1),
+        block=(_THREADS, 1, 1),
+        stream=stream,
+        use_pdl=dependent_launch.is_possible(),
     )
 
 
@@ -89,6 +92,7 @@ def rows_kernel(
     seen: cute.Tensor,
     mask_mod: cutlass.Constexpr,
 ) -> None:
+    dependent_launch.wait_for_previous_kernel()
     group, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     _, B, H, Sq = seen.shape

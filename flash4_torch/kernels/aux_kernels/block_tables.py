@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint8
 from cutlass.memory import SmemAllocator
 
-from ..common import host, mods
+from ..common import dependent_launch, host, mods
 from ..common.attn_mask import within
 from .mask_blocks import PARTIAL, THREADS, VISIBLE, WARPS, list_blocks
 
@@ -71,7 +71,10 @@ def block_tables(
     )
     _, HB, MB, _ = visible.shape
     tables_kernel(seen, visible, rank, lengths).launch(
-        grid=(Bm * HB * MB, 1, 1), block=(THREADS, 1, 1), stream=stream
+        grid=(Bm * HB * MB, 1, 1),
+        block=(THREADS, 1, 1),
+        stream=stream,
+        use_pdl=dependent_launch.is_possible(),
     )
 
 
@@ -105,6 +108,7 @@ def _mark(lists: BlockLists, batch: Int32, head: Int32, row: Int32, own: cute.Te
 
 @cute.kernel
 def tables_kernel(states: cute.Tensor, visible: cute.Tensor, rank: cute.Tensor, lengths: Lengths) -> None:
+    dependent_launch.wait_for_previous_kernel()
     thread, _, _ = cute.arch.thread_idx()
     group, _, _ = cute.arch.block_idx()
     _, HB, MB, NB = visible.shape

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..common import host
+from ..common import dependent_launch, host
 from ..common.attn_mask import vector_at
 from ..common.bwd.row_blocks import GroupReducePlan
 from ..common.rounding import round_to, widened
@@ -50,7 +50,7 @@ def group_reduce(
         rows *= size
     blocks = cute.ceil_div(rows * (max(plan.D, plan.Dv) // VECTOR), THREADS)
     group_reduce_kernel(dk_parts, dv_parts, dk, dv, rows, Int32(group), plan).launch(
-        grid=(blocks, 2, 1), block=(THREADS, 1, 1), stream=stream
+        grid=(blocks, 2, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=dependent_launch.is_possible()
     )
 
 
@@ -64,6 +64,7 @@ def group_reduce_kernel(
     group: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
+    dependent_launch.wait_for_previous_kernel()
     thread, _, _ = cute.arch.thread_idx()
     block, which, _ = cute.arch.block_idx()
     number = Int64(block) * THREADS + thread

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from ..common import host, warp_tf32
+from ..common import dependent_launch, host, warp_tf32
 from ..common.attn_mask import vector_at
 from ..common.bwd.query_blocks import QueryBlock, heads_and_blocks, own_block
 from ..common.bwd.row_blocks import CHUNK, VECTOR, PostprocessPlan
@@ -50,7 +50,10 @@ def postprocess(
     dq = host.in_order(heads_first, dq)
     B, Hq, count = heads_and_blocks(dq, cu_seqlens_q, plan.blocks)
     postprocess_kernel(dq_acc, dq, cu_seqlens_q, scale, plan).launch(
-        grid=(B * Hq * count, 1, 1), block=(plan.blocks.threads * plan.blocks.bands, 1, 1), stream=stream
+        grid=(B * Hq * count, 1, 1),
+        block=(plan.blocks.threads * plan.blocks.bands, 1, 1),
+        stream=stream,
+        use_pdl=dependent_launch.is_possible(),
     )
 
 
@@ -62,6 +65,7 @@ def postprocess_kernel(
     scale: Float32,
     plan: cutlass.Constexpr,
 ) -> None:
+    dependent_launch.wait_for_previous_kernel()
     blocks = plan.blocks
     own = own_block(dq, cu_seqlens_q, blocks)
     thread, _, _ = cute.arch.thread_idx()

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from ..common import host
+from ..common import dependent_launch, host
 from ..common.bwd.row_blocks import SinksPlan
 from ..common.scores import LOG2E
 
@@ -39,7 +39,10 @@ def sinks_gradient(
     kernel leaves them, also where no row is. sinks and dsinks (Hq,); all of them contiguous.
     """
     sinks_kernel(stats, sinks, dsinks, plan).launch(
-        grid=(sinks.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream
+        grid=(sinks.shape[0], 1, 1),
+        block=(THREADS, 1, 1),
+        stream=stream,
+        use_pdl=dependent_launch.is_possible(),
     )
 
 
@@ -47,6 +50,7 @@ def sinks_gradient(
 def sinks_kernel(
     stats: cute.Tensor, sinks: cute.Tensor, dsinks: cute.Tensor, plan: cutlass.Constexpr
 ) -> None:
+    dependent_launch.wait_for_previous_kernel()
     thread, _, _ = cute.arch.thread_idx()
     head, _, _ = cute.arch.block_idx()
     sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS), byte_alignment=16)

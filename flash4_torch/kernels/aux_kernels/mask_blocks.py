@@ -24,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
+from ..common import dependent_launch
 from ..common.attn_mask import Mask, MaskArgs, example_args, is_aligned, make_mask, vector_at, within
 from ..common.mask_tables import PANEL, MaskPlan
 
@@ -98,7 +99,9 @@ def mask_blocks(
         mask_blocks_kernel(values, tables, each, plan, False).launch(
             grid=(groups, cute.ceil_div(NB, each), 1), block=block, stream=stream
         )
-        list_kernel(values, tables, plan).launch(grid=(groups, 1, 1), block=block, stream=stream)
+        list_kernel(values, tables, plan).launch(
+            grid=(groups, 1, 1), block=block, stream=stream, use_pdl=dependent_launch.is_possible()
+        )
     else:
         mask_blocks_kernel(values, tables, NB, plan, True).launch(
             grid=(groups, 1, 1), block=block, stream=stream
@@ -168,6 +171,7 @@ def mask_blocks_kernel(
 @cute.kernel
 def list_kernel(values: cute.Tensor, tables: cute.Tensor, plan: cutlass.Constexpr) -> None:
     """List the visible blocks in the place of what all of them hold."""
+    dependent_launch.wait_for_previous_kernel()
     mask = make_mask(MaskArgs(values, tables), plan)
     thread, _, _ = cute.arch.thread_idx()
     group, _, _ = cute.arch.block_idx()

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
-from ..common import host
+from ..common import dependent_launch, host
 from ..common.attn_mask import VECTOR, Mask, MaskArgs, example_args, is_aligned, make_mask, vector_at, within
 from ..common.mask_tables import PANEL, MaskPlan
 from .mask_blocks import PARTIAL, THREADS, VISIBLE, WARP, list_kernel
@@ -90,7 +90,9 @@ def mask_transpose(
         copy_kernel(values, copy, tables, plan).launch(
             grid=(B * H * MB * NB, 1, 1), block=(TILE_THREADS, 1, 1), stream=stream
         )
-    list_kernel(values, tables, plan).launch(grid=(B * H * MB, 1, 1), block=(THREADS, 1, 1), stream=stream)
+    list_kernel(values, tables, plan).launch(
+        grid=(B * H * MB, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=dependent_launch.is_possible()
+    )
 
 
 @cute.kernel

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ..common import host
+from ..common import dependent_launch, host
 from ..common.attn_mask import vector_at
 from ..common.kvcache import MergePlan
 from ..common.rounding import round_to, widened
@@ -94,7 +94,7 @@ def merge(
     blocks = cute.ceil_div(rows * threads, THREADS)
     grid = (tokens, blocks, 1) if plan.varlen else (blocks, 1, 1)
     kernel = merge_kernel(outs, lses, lse_lows, out, Lse(lse, lse_low), sequences, Int32(rows), plan)
-    kernel.launch(grid=grid, block=(THREADS, 1, 1), stream=stream)
+    kernel.launch(grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=dependent_launch.is_possible())
 
 
 def _vector_size(numeric: Any) -> int:
@@ -112,6 +112,7 @@ def merge_kernel(
     rows: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
+    dependent_launch.wait_for_previous_kernel()
     thread, _, _ = cute.arch.thread_idx()
     block, block_of_token, _ = cute.arch.block_idx()
     token = block

@@ -48,11 +48,13 @@ def launch(
     num_sms: Int32,
     stream: cuda.CUstream,
     at_once: int = 1,
+    use_pdl: bool = False,
 ) -> None:
     """Launch as many CTAs, or clusters of them, as the GPU has room for, `at_once` on an SM, or as there are
-    work items.
+    work items. use_pdl: as in `dependent_launch`.
     """
-    block, shared = (plan.threads, 1, 1), {"min_blocks_per_mp": at_once, "stream": stream}
+    block = (plan.threads, 1, 1)
+    shared = {"min_blocks_per_mp": at_once, "stream": stream, "use_pdl": use_pdl}
     if at_once > 1:
         # All of what an SM has; without a number the compiler asks a GPU, which need not be there.
         shared["preferred_smem_carveout"] = 100

@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ...configs.weights import KEYS, QUERIES, WARP_TILE
-from ..common import attn_mask, dropout, ring, smem_layouts, warp_mma
+from ..common import attn_mask, dependent_launch, dropout, ring, smem_layouts, warp_mma
 from ..common.band import make_band
 from ..common.launch_params import LaunchParams
 from ..common.warps import WARP
@@ -35,6 +35,7 @@ def weights_kernel(
     params: LaunchParams,
     plan: cutlass.Constexpr,
 ) -> None:
+    dependent_launch.wait_for_previous_kernel()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     mask = None
     if cutlass.const_expr(mask_args is not None):

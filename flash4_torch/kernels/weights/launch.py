@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...configs.types import Features
 from ...configs.weights import KEYS, QUERIES
-from ..common import dropout, host
+from ..common import dependent_launch, dropout, host
 from ..common.attn_mask import MaskArgs, example_args
 from ..common.launch_params import LaunchParams, example_params
 from ..common.smem_layouts import row_major_layout
@@ -59,7 +59,11 @@ def attention_weights(
     across = B if cutlass.const_expr(plan.average) else B * Hq
     grid = (cute.ceil_div(k.shape[1], KEYS), cute.ceil_div(Sq, QUERIES), across)
     weights_kernel(maps, layouts, weights, lse, lse_low, mask, rng_state, params, plan).launch(
-        grid=grid, block=(plan.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        grid=grid,
+        block=(plan.threads, 1, 1),
+        stream=stream,
+        use_pdl=dependent_launch.is_possible(),
+        min_blocks_per_mp=1,
     )
 
 

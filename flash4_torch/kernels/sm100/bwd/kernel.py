@@ -34,7 +34,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ...common import attn_mask, ring, smem_layouts
+from ...common import attn_mask, dependent_launch, ring, smem_layouts
 from ...common.bwd.tiles import WORK_TILE_WORDS
 from ...common.cta_pair import CtaPair, cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
 from ...common.launch_params import LaunchParams
@@ -126,6 +126,7 @@ def backward_kernel(
             cpasync.prefetch_descriptor(atom)
     if warp == MMA_WARP:
         tmem.allocate(holder, plan.cluster_size)
+    dependent_launch.wait_for_previous_kernel()
     cute.arch.sync_threads()
     cluster_sync_init(plan.cluster_size)
     tmem.fence_after()

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ....configs.types import Features, Sm100Backward
-from ...common import host, tile_scheduler
+from ...common import dependent_launch, host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.bwd.launch import compile_for_any, map_of
 from ...common.launch_params import LaunchParams
@@ -122,7 +122,8 @@ def backward(
         params,
         plan,
     )
-    tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream)
+    early = dependent_launch.is_possible()
+    tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream, use_pdl=early)
 
 
 def _loads(op: Any, plan: Plan, tensor: cute.Tensor, part: Matrix) -> Any:

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ...common import attn_mask, ring
+from ...common import attn_mask, dependent_launch, ring
 from ...common.cta_pair import make_cta_pair, peer_of
 from ...common.fwd.launch import Maps, Pages
 from ...common.fwd.tiles import work_tile_words
@@ -107,6 +107,8 @@ def forward_kernel(
                 cpasync.prefetch_descriptor(atom)
     if warp == MMA_WARP:
         tmem.allocate(ctx.tmem_holder, plan.cluster_size)
+    if cutlass.const_expr(dependent_launch.is_possible_after_tables(plan.features)):
+        dependent_launch.wait_for_previous_kernel()
     tmem.fence_before()
     _meet(plan.cluster_size)
     tmem.fence_after()

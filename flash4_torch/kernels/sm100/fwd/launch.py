@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from ....configs.types import Features, Sm100Forward
 from ...aux_kernels.splits import forward_in_splits
-from ...common import host, tile_scheduler
+from ...common import dependent_launch, host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel, outputs_of
 from ...common.launch_params import LaunchParams
@@ -97,7 +97,8 @@ def forward(
         params,
         plan,
     )
-    tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream)
+    early = dependent_launch.is_possible_after_tables(plan.features)
+    tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream, use_pdl=early)
 
 
 def _store_map(

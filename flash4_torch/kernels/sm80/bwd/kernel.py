@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
-from ...common import attn_mask, smem_layouts, tile_scheduler
+from ...common import attn_mask, dependent_launch, smem_layouts, tile_scheduler
 from ...common.bwd import tiles
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs, visited
@@ -88,6 +88,7 @@ def backward_kernel(
         dmask=dmask,
         rng_state=rng_state,
     )
+    dependent_launch.wait_for_previous_kernel()
     shape = tiles.shape(ctx)
     tile = tiles.decode(ctx, shape, _own_work(ctx, shape.num_work))
     if tile.index * plan.keys < tile.Sk:

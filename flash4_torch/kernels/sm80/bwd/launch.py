@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 
 from ....configs.types import Features, Sm80Backward
-from ...common import host
+from ...common import dependent_launch, host
 from ...common.attn_mask import MaskArgs
 from ...common.bwd.launch import compile_for_any
 from ...common.launch_params import LaunchParams
@@ -79,7 +79,13 @@ def backward(
         rng_state,
         params,
         plan,
-    ).launch(grid=(num_work, 1, 1), block=(plan.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+    ).launch(
+        grid=(num_work, 1, 1),
+        block=(plan.threads, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=dependent_launch.is_possible(),
+    )
 
 
 def _weights_layout(plan: Plan) -> cute.ComposedLayout:

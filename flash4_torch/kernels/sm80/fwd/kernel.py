@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
-from ...common import attn_mask, dropout, ring, smem_layouts
+from ...common import attn_mask, dependent_launch, dropout, ring, smem_layouts
 from ...common.fwd import tiles
 from ...common.fwd.launch import Maps
 from ...common.launch_params import LaunchParams
@@ -88,6 +88,8 @@ def forward_kernel(
         rng_state=rng_state,
         sinks=sinks,
     )
+    if cutlass.const_expr(dependent_launch.is_possible_after_tables(plan.features)):
+        dependent_launch.wait_for_previous_kernel()
     number, _, _ = cute.arch.block_idx()
     tile = tiles.decode(ctx, tiles.shape(ctx), Uint32(number), ring.start())
     if tiles.first_query(ctx, tile) < tile.Sq:

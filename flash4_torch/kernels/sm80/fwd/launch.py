@@ -10,7 +10,7 @@ import cutlass.cute as cute
 
 from ....configs.types import Features, Sm80Forward
 from ...aux_kernels.splits import forward_in_splits
-from ...common import host
+from ...common import dependent_launch, host
 from ...common.attn_mask import MaskArgs
 from ...common.fwd.launch import Maps, compile_for_any, count_tiles, outputs_of
 from ...common.launch_params import LaunchParams
@@ -90,7 +90,13 @@ def forward(
         sinks,
         params,
         plan,
-    ).launch(grid=(tiles, 1, 1), block=(plan.threads, 1, 1), min_blocks_per_mp=1, stream=stream)
+    ).launch(
+        grid=(tiles, 1, 1),
+        block=(plan.threads, 1, 1),
+        min_blocks_per_mp=1,
+        stream=stream,
+        use_pdl=dependent_launch.is_possible_after_tables(plan.features),
+    )
 
 
 def _o_layout(plan: Plan) -> cute.ComposedLayout:

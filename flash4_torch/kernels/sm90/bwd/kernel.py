@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ...common import attn_mask, dropout, ring, smem_layouts
+from ...common import attn_mask, dependent_launch, dropout, ring, smem_layouts
 from ...common.bwd.row_stats import RowInputs
 from ...common.bwd.tiles import WORK_TILE_WORDS
 from ...common.cta_pair import cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
@@ -158,6 +158,7 @@ def backward_kernel(
         for atom in maps[:14:2]:
             if cutlass.const_expr(atom is not None):
                 cpasync.prefetch_descriptor(atom)
+    dependent_launch.wait_for_previous_kernel()
     cluster_sync_init(plan.cluster_size)
 
     if group == 0:

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from ....configs.types import Features, Scope, Sm90Backward
-from ...common import host, tile_scheduler
+from ...common import dependent_launch, host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.bwd.launch import compile_for_any, map_of
 from ...common.bwd.row_stats import RowInputs
@@ -189,7 +189,9 @@ def _launch(
         plan,
     )
     num_ctas = num_work if config.preprocesses else params.num_sms
-    tile_scheduler.launch(kernel, plan, num_work, num_ctas, stream)
+    # A kernel that preprocesses is the only one of a call.
+    early = dependent_launch.is_possible() and not config.preprocesses
+    tile_scheduler.launch(kernel, plan, num_work, num_ctas, stream, use_pdl=early)
 
 
 def compile_backward(features: Features, config: Sm90Backward) -> Any:

@@ -16,7 +16,7 @@ from cutlass import Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ...common import attn_mask, dropout, ring, smem_layouts
+from ...common import attn_mask, dependent_launch, dropout, ring, smem_layouts
 from ...common.cta_pair import cluster_sync_exit, cluster_sync_init, make_cta_pair, peer_of
 from ...common.fwd.launch import Maps, Pages
 from ...common.fwd.tiles import work_tile_words
@@ -113,6 +113,8 @@ def forward_kernel(
         for atom in (maps.load_q, maps.load_k, maps.load_v, maps.store_o):
             if cutlass.const_expr(atom is not None):
                 cpasync.prefetch_descriptor(atom)
+    if cutlass.const_expr(dependent_launch.is_possible_after_tables(plan.features)):
+        dependent_launch.wait_for_previous_kernel()
     cluster_sync_init(plan.cluster_size)
 
     if group == 0:

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ....configs.types import Features, Sm90Forward
 from ...aux_kernels.splits import forward_in_splits
-from ...common import host, tile_scheduler
+from ...common import dependent_launch, host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.fwd import pages
 from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel, outputs_of
@@ -97,7 +97,8 @@ def forward(
         params,
         plan,
     )
-    tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream, plan.config.at_once)
+    early = dependent_launch.is_possible_after_tables(plan.features)
+    tile_scheduler.launch(kernel, plan, tiles, params.num_sms, stream, plan.config.at_once, early)
 
 
 def _key_maps(k: cute.Tensor, v: cute.Tensor, layouts: Layouts, plan: Plan) -> tuple:
