@@ -91,21 +91,16 @@ def test_masks_of_few_keys_are_never_examined(Sq, most):
         assert (own.foreseen() is not None) is is_small
 
 
-def test_nothing_is_asked_of_cuda_during_a_capture(monkeypatch):
-    """An answer that comes in the meantime is heard afterwards."""
-
-    class Event:
-        def query(self):
-            assert not capturing
-            return True
-
+def test_an_answer_may_come_late(monkeypatch):
+    """Masks are examined until it is there, and nothing is asked during a capture."""
     own = mask_kinds.MaskKind(PLAN, SIZES, torch.device("cuda", 0))
-    monkeypatch.setattr(mask_kinds.tile_counters, "is_capturing", lambda index: capturing)
+    monkeypatch.setattr(mask_kinds.tile_counters, "is_capturing", lambda index: True)
     monkeypatch.setattr(mask_kinds.constants, "all_partial", lambda device, NB: NB)
-    own._asked, capturing = (torch.tensor(True), Event()), True
+    own.learn(torch.empty(0))
+    own._answer = torch.tensor(mask_kinds._PENDING)
     assert own.foreseen() is None
     own.learn(torch.empty(0))
-    capturing = False
+    own._answer.fill_(1)
     assert own.foreseen() == place(PLAN, *SIZES).NB
 
 

@@ -24,6 +24,8 @@ from .. import constants, tile_counters
 _CALLS = 61
 """Masks between two whose tables are looked at; odd, so that masks which take turns are all seen."""
 _KINDS = 256
+_PENDING = 2
+"""An answer that has not come yet."""
 _FEW_BLOCKS = 4
 """Blocks of keys, at most, of a mask that is not worth a look; one, if all queries have the same row."""
 
@@ -37,7 +39,7 @@ class MaskKind:
         self._is_small = self._at.NB <= (_FEW_BLOCKS if sizes[2] > 1 else 1)
         self._is_dense = False
         self._until_next = 0
-        self._asked: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._answer: Tensor | None = None
 
     def foreseen(self) -> Tensor | None:
         """The tables of a mask that need not be examined, or None."""
@@ -45,11 +47,9 @@ class MaskKind:
             return None
         if self._is_small:
             return constants.all_partial(self._device, self._at.NB)
-        if asked := self._asked:
-            answer, event = asked
-            # CUDA forbids to ask an event during a capture.
-            if event is None or (not self._is_capturing() and event.query()):
-                self._is_dense, self._asked, self._until_next = bool(answer), None, _CALLS
+        # Plain memory of the host: a capture under way, in any thread, forbids to ask CUDA.
+        if (answer := self._answer) is not None and (is_dense := int(answer)) != _PENDING:
+            self._is_dense, self._answer, self._until_next = bool(is_dense), None, _CALLS
         if not self._is_dense or self._until_next <= 0 or torch.are_deterministic_algorithms_enabled():
             return None
         self._until_next -= 1
@@ -57,22 +57,16 @@ class MaskKind:
 
     def learn(self, tables: Tensor) -> None:
         """Take note of the tables that a kernel has made."""
-        if self._plan.dtype == "bool" or self._asked:
+        if self._plan.dtype == "bool" or self._answer is not None:
             return
         if self._until_next > 0:
             self._until_next -= 1
             return
-        if self._device.type != "cuda":
-            self._asked = self._is_all_partial(tables), None
-        elif not self._is_capturing():
-            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-            answer.copy_(self._is_all_partial(tables), non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._asked = answer, event
-
-    def _is_capturing(self) -> bool:
-        return tile_counters.is_capturing(self._device.index)
+        on_gpu = self._device.type == "cuda"
+        if on_gpu and tile_counters.is_capturing(self._device.index):
+            return
+        answer = torch.full((), _PENDING, dtype=torch.uint8, pin_memory=on_gpu)
+        self._answer = answer.copy_(self._is_all_partial(tables).byte(), non_blocking=True)
 
     def _is_all_partial(self, tables: Tensor) -> Tensor:
         at, expected = self._at, constants.all_partial(self._device, self._at.NB)
