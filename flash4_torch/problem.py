@@ -76,6 +76,10 @@ class Extent(NamedTuple):
     Hq: int
     Hk: int
 
+    @property
+    def scores(self) -> int:
+        return self.B * self.Hq * self.Sq * self.Sk
+
 
 class Problem(NamedTuple):
     """Everything about a call except its tensors' data."""

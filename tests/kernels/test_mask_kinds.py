@@ -14,6 +14,7 @@ from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 PLAN = MaskPlan("bfloat16", 64, 128)
 SIZES = (2, 3, 130, 700)
 CPU = torch.device("cpu")
+FEW = mask_kinds._FEW_SCORES
 
 
 def tables_of(plan, sizes, visible=True, partial=True):
@@ -33,7 +34,7 @@ def tables_of(plan, sizes, visible=True, partial=True):
 
 
 def kind(plan=PLAN):
-    return mask_kinds.MaskKind(plan, SIZES, CPU)
+    return mask_kinds.MaskKind(plan, SIZES, CPU, FEW)
 
 
 def test_dense_masks_are_examined_once_in_a_while():
@@ -86,14 +87,16 @@ def test_bits_of_bool_masks_are_always_made():
 
 @pytest.mark.parametrize(("Sq", "most"), [(130, 512), (1, 128)])
 def test_masks_of_few_keys_are_never_examined(Sq, most):
+    """Next to many scores they are."""
     for Sk, is_small in ((1, True), (most, True), (most + 1, False)):
-        own = mask_kinds.MaskKind(PLAN, (2, 3, Sq, Sk), CPU)
+        own = mask_kinds.MaskKind(PLAN, (2, 3, Sq, Sk), CPU, FEW)
         assert (own.foreseen() is not None) is is_small
+        assert mask_kinds.MaskKind(PLAN, (2, 3, Sq, Sk), CPU, FEW + 1).foreseen() is None
 
 
 def test_an_answer_may_come_late(monkeypatch):
     """Masks are examined until it is there, and nothing is asked during a capture."""
-    own = mask_kinds.MaskKind(PLAN, SIZES, torch.device("cuda", 0))
+    own = mask_kinds.MaskKind(PLAN, SIZES, torch.device("cuda", 0), FEW)
     monkeypatch.setattr(mask_kinds.tile_counters, "is_capturing", lambda index: True)
     monkeypatch.setattr(mask_kinds.constants, "all_partial", lambda device, NB: NB)
     own.learn(torch.empty(0))

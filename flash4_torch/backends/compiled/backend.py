@@ -143,7 +143,8 @@ class Compiled(OnTargets):
         kernel = self.kernel(problem, index)
         plan = forward.mask_plan(mask_dtype(problem), kernel.config)
         allocator, see = past_dispatcher(problem.spec.device), over_keys(problem.extent.Sk)
-        read_mask = prepared_reader(self.find(problem), plan, inputs.attn_mask, see, allocator)
+        scores = problem.extent.scores
+        read_mask = prepared_reader(self.find(problem), plan, inputs.attn_mask, see, allocator, scores)
         return prepared.forward(kernel, inputs, problem, index, read_mask, order)
 
     def prepare_backward(
@@ -157,8 +158,10 @@ class Compiled(OnTargets):
         index = inputs.q.get_device()
         kernels = self.backward_kernels(problem, index)
         plan = backward.mask_plan(mask_dtype(problem), kernels.config)
-        allocator, Sq = past_dispatcher(problem.spec.device), problem.extent.Sq
-        read_mask = prepared_transposed_reader(self.find(problem), plan, inputs.attn_mask, Sq, allocator)
+        allocator, extent = past_dispatcher(problem.spec.device), problem.extent
+        read_mask = prepared_transposed_reader(
+            self.find(problem), plan, inputs.attn_mask, extent.Sq, allocator, extent.scores
+        )
         return prepared.backward(kernels, inputs, problem, index, read_mask, saved.dout, order)
 
     def prepare_weights(self, inputs: Inputs, problem: Problem, average_heads: bool) -> WeightsLaunch | None:
@@ -190,12 +193,13 @@ class Compiled(OnTargets):
         self, inputs: Inputs, problem: Problem, config: BackwardConfig, allocator: Allocator
     ) -> Read:
         plan = backward.mask_plan(mask_dtype(problem), config)
-        return transposed_reader(self.find(problem), plan, inputs.attn_mask, problem.extent.Sq, allocator)
+        find, extent = self.find(problem), problem.extent
+        return transposed_reader(find, plan, inputs.attn_mask, extent.Sq, allocator, extent.scores)
 
     def _reader(
         self, problem: Problem, plan: MaskPlan, inputs: Inputs, view: View, allocator: Allocator
     ) -> Read:
-        return reader(self.find(problem), plan, inputs.attn_mask, view, allocator)
+        return reader(self.find(problem), plan, inputs.attn_mask, view, allocator, problem.extent.scores)
 
     def explain(self, problem: Problem) -> list[str]:
         """The row, config, plan and launch that serve the problem, a line each."""

@@ -23,12 +23,16 @@ View = Callable[[Tensor], Tensor]
 _FEW = 1 << 16
 
 
-def reader(find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator) -> Read:
-    """What reads masks of this one's sizes and strides; `view` gives the attention kernel's view of one."""
+def reader(
+    find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator, scores: int
+) -> Read:
+    """What reads masks of this one's sizes and strides, in calls with that number of scores; `view` gives the
+    attention kernel's view of one.
+    """
     if mask is None:
         return _nothing
     seen = view(mask)
-    words, kind = mask_tables.place(plan, *seen.shape).words, kind_of(plan, seen)
+    words, kind = mask_tables.place(plan, *seen.shape).words, kind_of(plan, seen, scores)
     examine, new_tables = find(MASK_BLOCKS, (plan,)), allocator((words,), torch.int32)
 
     def read(mask: Tensor | None) -> MaskArgs | None:
@@ -45,32 +49,34 @@ def reader(find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocato
 
 
 def prepared_reader(
-    find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator
+    find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator, scores: int
 ) -> Read:
     """A `reader` for masks as callers have them: `mask` is a 4-D view of such."""
-    read = reader(find, plan, mask, view, allocator)
+    read = reader(find, plan, mask, view, allocator, scores)
     if mask is None:
         return read
     seen = view(mask)
     if seen.data_ptr() != mask.data_ptr():
         four = Layout.of(mask)
         return lambda mask: None if mask is None else read(four.view(mask))
-    return reader(find, plan, mask, Layout.of(seen).view, allocator)
+    return reader(find, plan, mask, Layout.of(seen).view, allocator, scores)
 
 
-def transposed_reader(find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator) -> Read:
+def transposed_reader(
+    find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator, scores: int
+) -> Read:
     """What reads masks of this one's sizes and strides for the backward, whose rows are keys."""
     if mask is None or not _is_transposed(plan, mask):
-        return reader(find, plan, mask, transposed(Sq, plan), allocator)
+        return reader(find, plan, mask, transposed(Sq, plan), allocator, scores)
     return _transposing_reader(find, plan, _keys_as_rows(mask), _keys_as_rows, allocator)
 
 
 def prepared_transposed_reader(
-    find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator
+    find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator, scores: int
 ) -> Read:
     """A `transposed_reader` for masks as callers have them: `mask` is a 4-D view of such."""
     if mask is None or not _is_transposed(plan, mask):
-        return prepared_reader(find, plan, mask, transposed(Sq, plan), allocator)
+        return prepared_reader(find, plan, mask, transposed(Sq, plan), allocator, scores)
     seen = _keys_as_rows(mask)
     return _transposing_reader(find, plan, seen, Layout.of(seen).view, allocator)
 
