@@ -8,7 +8,8 @@ examined again. Masks of few keys next to few scores never are: a kernel that re
 blocks left out.
 
 The host never waits for an answer. For a mask that does look like its kind both tables are the same, so that
-results do not depend on when an answer comes. With torch.use_deterministic_algorithms all masks are examined.
+results do not depend on when an answer comes. With torch.use_deterministic_algorithms all are examined but
+those of few keys.
 """
 
 from __future__ import annotations
