@@ -14,15 +14,14 @@ def refuse_early_access(kernel: Kernel) -> None:
 
     The order of the PTX text counts, so that a kernel which waits on several ways is refused, too.
     """
-    waits = [
-        n for n, x in enumerate(kernel.instructions) if x.opcode == "griddepcontrol.wait" and not x.guard
-    ]
-    if not waits:
+    is_wait = (x.opcode == "griddepcontrol.wait" and not x.guard for x in kernel.instructions)
+    wait = next((n for n, found in enumerate(is_wait) if found), None)
+    if wait is None:
         raise LaunchError(
             f"{kernel.name} may begin before the kernel ahead has ended, and does not wait for it"
         )
-    for instruction in kernel.instructions[: waits[0]]:
-        if reason := _passes(instruction, kernel, waits[0]):
+    for instruction in kernel.instructions[:wait]:
+        if reason := _passes(instruction, kernel, wait):
             where = f" ({instruction.source[0]}:{instruction.source[1]})" if instruction.source else ""
             raise LaunchError(
                 f"PTX line {instruction.line}{where}: {kernel.name} may begin before the kernel ahead has "

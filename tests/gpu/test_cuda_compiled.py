@@ -240,7 +240,7 @@ def test_a_graph_on_a_device_that_is_not_current_at_replay() -> None:
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 384, 640), (2, 4, 384, 640), (1, 1, 1, 640)])
+@pytest.mark.parametrize("shape", [(2, 1, 384, 640), (2, 4, 384, 640), (1, 1, 384, 640)])
 def test_dense_masks_of_a_kind_are_examined_once(shape: tuple[int, ...]) -> None:
     """Results are those of examined ones, right for another mask of the kind, and for any in a graph."""
     mask_kinds._kind.cache_clear()

@@ -44,10 +44,11 @@ class MaskKind:
         few = _FEW_BLOCKS if sizes[2] > 1 else 1
         self._is_small = self._at.NB <= few and scores <= _FEW_SCORES
         self._is_dense = False
-        self._until_next = 0
+        # A single row may be generation, whose masks grow: each size comes once a layer.
+        self._until_next = 0 if sizes[2] > 1 else _CALLS
         self._answer: Tensor | None = None
 
-    def foreseen(self) -> Tensor | None:
+    def known_tables(self) -> Tensor | None:
         """The tables of a mask that need not be examined, or None."""
         if self._plan.dtype == "bool":
             return None
@@ -61,7 +62,7 @@ class MaskKind:
         self._until_next -= 1
         return constants.all_partial(self._device, self._at.NB)
 
-    def learn(self, tables: Tensor) -> None:
+    def observe(self, tables: Tensor) -> None:
         """Take note of the tables that a kernel has made."""
         if self._plan.dtype == "bool" or self._answer is not None:
             return

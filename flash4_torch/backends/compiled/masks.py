@@ -38,11 +38,11 @@ def reader(
     def read(mask: Tensor | None) -> MaskArgs | None:
         if mask is None:
             raise AssertionError("the call has a mask")
-        seen, tables = view(mask), kind.foreseen()
+        seen, tables = view(mask), kind.known_tables()
         if tables is None:
             tables = new_tables()
             examine(seen, tables)
-            kind.learn(tables)
+            kind.observe(tables)
         return seen, tables
 
     return read

@@ -2,9 +2,9 @@
 
 A call that launches several kernels then does not wait for each launch in turn. Those that come after another
 one are launched with `use_pdl`, and all of their threads call `wait_for_previous_kernel` before they touch
-global memory; the emulator refuses a kernel that does not. Kernels ahead of them signal nothing: their
-successors would take the place of CTAs that have yet to run. The first kernel of a call is launched as usual,
-since after a kernel that is not ours it would be later.
+global memory; the emulator refuses a kernel that does not. Kernels ahead of them do not trigger the launch
+(griddepcontrol.launch_dependents), and the first kernel of a call is launched as usual: both were slower
+(sm90/bwd/NOTES.md).
 """
 
 from __future__ import annotations
