@@ -1,8 +1,8 @@
 """Every test is repeatable: fixed seeds, and hypothesis generates the same examples each time.
 
-They stay the same as long as the packages and the modules that are loaded do: hypothesis also uses numbers
-that it finds in their source. `--hypothesis-profile=fresh` generates new examples in every run, to find what
-this misses.
+They stay the same as long as packages, modules and the collected tests do: hypothesis also uses numbers that
+it finds in the source of modules. `--hypothesis-profile=fresh` generates new examples in every run, to find
+what this misses.
 """
 
 import gc
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import register_random, settings
+from hypothesis.internal.conjecture import providers
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=60)
 settings.register_profile("fresh", deadline=None, print_blob=True, max_examples=60, database=None)
@@ -35,9 +36,12 @@ register_random(_TORCH_RANDOM)
 
 
 def pytest_collection_finish() -> None:
-    """Spares the garbage collector the modules and the tests, which stay: it took a fiftieth of the time."""
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # modules and tests stay: the garbage collector took a fiftieth of the time for them
+    if settings.default.derandomize:
+        # Which modules are loaded later depends on the tests that a worker takes from the other.
+        constants = providers._get_local_constants()
+        providers._get_local_constants = lambda: constants
 
 
 @pytest.fixture(autouse=True)

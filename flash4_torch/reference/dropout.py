@@ -54,7 +54,7 @@ The choice of the 32 weights follows from the fragment that one GPU thread holds
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -141,9 +141,14 @@ def thresholds(p: float) -> tuple[int, int]:
     return divmod(round(p * 2**40), 2**32)
 
 
+def keeps_some(p: float) -> bool:
+    """Whether any weight can be kept: not with 1, nor with what rounds to it in 40 bits."""
+    return round(p * 2**40) < 2**40
+
+
 def scale(p: float) -> float:
     """Factor on kept weights, 1 / (1 - p); 0 when nothing is kept."""
-    return 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
+    return 1.0 / (1.0 - p) if keeps_some(p) else 0.0
 
 
 class Dropout(NamedTuple):
@@ -175,11 +180,10 @@ class Dropout(NamedTuple):
             heads = tuple([e * heads_each + h for e in entries for h in range(first_head, first_head + Hq)])
             seed, offset = self.rng_state[:STATE].tolist()
             counters = lanes.counters(heads, i_words, j_words)
-            kept = _LANES.keep(counters, (seed, offset), thresholds(self.p))
+            kept = _keep_lanes(counters, (seed, offset), self.p)
             words = lanes.words(kept, counters.num_bytes)
             bits = torch.frombuffer(words, dtype=torch.int64).to(torch.int32)
             bits = bits.view(len(heads), len(i_words), len(j_words))
-            bits = bits if self.p < 1.0 else bits.zero_()
         else:
             bits = self._keep_bits(batch, Hq, i_words, j_words, first_head, heads_each)
         in_place = _in_place(bits).view(
@@ -248,7 +252,12 @@ class Dropout(NamedTuple):
         kept = _rotate(kept, TURN)
         for k in range(4):
             kept = _compare_bit(kept, high[k], t >> 4 + k & 1)
-        return kept if t < 2**PLANES else kept.zero_()
+        return kept if keeps_some(self.p) else kept.zero_()
+
+
+def _keep_lanes(counters: lanes.Counters, state: Sequence[int], p: float) -> int:
+    """Keep bits as in `lanes`, none set where nothing is kept."""
+    return _LANES.keep(counters, state, thresholds(p)) if keeps_some(p) else 0
 
 
 class _Few(NamedTuple):
@@ -285,7 +294,7 @@ class _Few(NamedTuple):
 
     def kept(self, state: list[int], p: float) -> Tensor:
         """The mask as bytes, in one dimension."""
-        kept = _LANES.keep(self.counters, state, thresholds(p)) if p < 1.0 else 0
+        kept = _keep_lanes(self.counters, state, p)
         bits = torch.frombuffer(lanes.bits(kept, self.counters.num_bytes), dtype=torch.uint8)
         return bits.index_select(0, self.place)
 
@@ -297,7 +306,7 @@ def keep_each(rng_state: Tensor, p: float, B: int, Hq: int, Sq: int, Sk: int) ->
     itself, on a CPU 32 share one. rng_state: int64 (2,), of a call that is no part of a larger one.
     """
     device = rng_state.device
-    if thresholds(p)[0] >= 2**PLANES:
+    if not keeps_some(p):
         return torch.zeros(B, Hq, Sq, Sk, dtype=torch.bool, device=device)
     # The indices of a CPU are as wide as the words that it reads.
     index = torch.int32 if device.type == "cpu" else torch.int64

@@ -28,7 +28,7 @@ from flash4_torch.testing import emulate
 ARCHS = ("sm_90a", "sm_100a")
 WARPS = 4
 ROWS = 16 * WARPS
-PROBABILITIES = (0.0, 0.001, 0.1, 0.25, 127.5 / 256, 0.5, 0.9, 255.5 / 256, 1.0)
+PROBABILITIES = (0.0, 0.001, 0.1, 0.25, 127.5 / 256, 0.5, 0.9, 255.5 / 256, 1.0 - 2**-53, 1.0)
 
 
 @cute.jit

@@ -21,6 +21,9 @@ from flash4_torch.reference.dropout import Dropout, philox, thresholds
 
 WORD = 0xFFFFFFFF
 
+ALMOST_ONE = math.nextafter(1.0, 0.0)
+"""A probability below 1 with which nothing is kept, since it has 40 bits."""
+
 # Known answers published with Random123, the authors' own implementation.
 KNOWN = {
     7: {
@@ -135,7 +138,7 @@ def test_numbers_of_a_call_are_independent() -> None:
 @given(
     st.integers(-(2**63), 2**63 - 1),
     st.integers(-(2**63), 2**63 - 1),
-    st.sampled_from([0.0, 0.001, 0.1, 0.5, 0.999, 1.0]),
+    st.sampled_from([0.0, 0.001, 0.1, 0.5, 0.999, ALMOST_ONE, 1.0]),
     st.integers(0, 2**20),
     st.integers(0, 2**20),
 )
@@ -160,7 +163,9 @@ SEEDS = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(
-    SEEDS, st.sampled_from([0.1, 0.5, 1.0]), st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 40)] * 2)
+    SEEDS,
+    st.sampled_from([0.1, 0.5, ALMOST_ONE, 1.0]),
+    st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 40)] * 2),
 )
 def test_the_whole_mask_at_once(seed: int, p: float, sizes: tuple[int, int, int, int]) -> None:
     dropout, (B, H, Sq, Sk) = Dropout(torch.tensor([seed, 7]), p), sizes
@@ -170,7 +175,7 @@ def test_the_whole_mask_at_once(seed: int, p: float, sizes: tuple[int, int, int,
 @given(
     SEEDS,
     SEEDS,
-    st.sampled_from([0.0, 1e-6, 0.1, 1 / 256, 0.5, 0.999, 1.0]),
+    st.sampled_from([0.0, 1e-6, 0.1, 1 / 256, 0.5, 0.999, ALMOST_ONE, 1.0]),
     st.sampled_from([[], [3, 18, 1, 5, 4]]),
     st.tuples(*[st.integers(0, 40)] * 2),
     st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 40), st.integers(1, 40)),
@@ -302,11 +307,18 @@ def test_heads_batches_seeds_and_offsets_differ() -> None:
     assert max(abs(x - 0.5) for x in agreement) < 0.05
 
 
-def test_extremes() -> None:
+@pytest.mark.parametrize("p", [ALMOST_ONE, 1.0])
+@pytest.mark.parametrize("most", [0, lanes.MOST], ids=["tensors", "integers"])
+def test_everything_is_dropped(p: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MOST", most)
     q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=True) for _ in "qkv")
-    out = flash4_torch.attention(q, k, v, dropout_p=1.0)
+    out = flash4_torch.attention(q, k, v, dropout_p=p)
     out.sum().backward()
     assert (out == 0).all() and all((x.grad == 0).all() for x in (q, k, v))
+
+
+def test_next_to_nothing_is_dropped() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in "qkv")
     # A probability too small to hit any of 50 weights: nothing but the scale may change.
     torch.testing.assert_close(
         flash4_torch.attention(q, k, v, dropout_p=1e-9), flash4_torch.attention(q, k, v), rtol=1e-6, atol=1e-6

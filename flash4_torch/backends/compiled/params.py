@@ -9,7 +9,7 @@ import torch
 from ...configs.sections import Section
 from ...masks import Band
 from ...problem import Problem
-from ...reference.dropout import thresholds
+from ...reference import dropout
 from ..base import Order
 
 FARTHEST = 1 << 30
@@ -44,7 +44,7 @@ class LaunchParams(NamedTuple):
 
 def launch_params(problem: Problem, max_seqlen: int, section: Section, num_sms: int) -> LaunchParams:
     left, right = kernel_band(problem.band)
-    drop_byte, drop_fraction = thresholds(problem.dropout_p)
+    drop_byte, drop_fraction = dropout.thresholds(problem.dropout_p)
     return LaunchParams(
         scale=problem.scale,
         softcap=kernel_softcap(problem.softcap),
@@ -55,7 +55,7 @@ def launch_params(problem: Problem, max_seqlen: int, section: Section, num_sms: 
         num_sms=num_sms,
         drop_byte=drop_byte,
         drop_fraction=drop_fraction,
-        keep_scale=0.0 if problem.dropout_p >= 1.0 else 1.0 / (1.0 - problem.dropout_p),
+        keep_scale=dropout.scale(problem.dropout_p),
         run_length=section.run_length,
     )
 
