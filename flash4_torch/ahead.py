@@ -65,6 +65,7 @@ WORDS: dict[str, dict[str, object]] = {
     "causal": {"right": True},
     "window": {"left": True, "right": True},
     "softcap": {"softcap": True, "scaled": True},
+    "large-softcap": {"softcap": True, "scaled": True, "large_softcap": True},
     "varlen": {"varlen": True},
     "dropout": {"dropout": True},
     "mask": {"mask": "bool"},
@@ -103,12 +104,13 @@ def warmup(
             Above 256 the words weights and kvcache are errors. Default: 64 and 128.
         dtypes: "bfloat16", "float16" and "float32"; the latter with and without TF32, up to 256 columns (192
             where `arch` has 99 KiB of shared memory), without kvcache. Default: the first two.
-        features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap, varlen,
-            dropout, mask (boolean), float-mask and sinks (both in the call's dtype), weights (for
-            `need_weights=True`), kvcache (`attention_kvcache` over pages of 16, 64, 256 and dense caches, of
-            this dtype or float8; `append_kvcache` to these by int64 slots, by table and lengths, by slots
-            also with rotary of all columns; `merge_states`), deterministic and ring (for ranks that share a
-            sequence: results of many parts, and dropout in a part).
+        features: words joined by "+", such as "causal+dropout", of plain, causal, window, softcap,
+            large-softcap (above 64 in 16 bits), varlen, dropout, mask (boolean), float-mask and sinks (both
+            in the call's dtype), weights (for `need_weights=True`), kvcache (`attention_kvcache` over pages
+            of 16, 64, 256 and dense caches, of this dtype or float8; `append_kvcache` to these by int64
+            slots, by table and lengths, by slots also with rotary of all columns; `merge_states`),
+            deterministic and ring (for ranks that share a sequence: results of many parts, and dropout in a
+            part).
         groups: query heads per KV head, from 1 to 1024; kernels compiled for 64 serve all larger groups.
         gradients: also compile the backward's kernels, where it has some.
         jobs: processes that compile at the same time, at least 1. Default: one per processor.
@@ -334,7 +336,8 @@ def features_of(head_dim: int | tuple[int, int], dtype: str, words: str) -> Feat
         if word in ("float-mask", "sinks"):
             chosen["mask" if word == "float-mask" else word] = dtype
     # What a kernel of float32 does to scores is exact for every softcap.
-    chosen["large_softcap"] = dtype == "float32" and "softcap" in parts
+    if dtype == "float32" and "softcap" in parts:
+        chosen["large_softcap"] = True
     return Features(dtype, D, Dv)._replace(**chosen)  # type: ignore[arg-type]
 
 

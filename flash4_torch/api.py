@@ -18,7 +18,7 @@ from .flex.call import Mod, attend, functions_of, traced
 from .flex_problem import FlexInputs, Mods
 from .ops import check
 from .ops import flex as flex_ops
-from .ops.impl import dense_extent, describe
+from .ops.impl import describe_inputs
 from .ops.keywords import hides_unknown, no_argument
 from .problem import CallOptions, Inputs
 
@@ -429,7 +429,7 @@ def support(
     mask_grad = attn_mask is not None and attn_mask.requires_grad
     sinks_grad = sinks is not None and sinks.requires_grad
     wants_grad = mask_grad or sinks_grad or any(x.requires_grad for x in (q, k, v))
-    problem = describe(q, v.shape[-1], dense_extent(q, k), attn_mask, sinks, options)
+    problem = describe_inputs(Inputs(q, k, v, attn_mask, sinks), options)
     reasons = backends.reasons(problem)
     if wants_grad:
         spec = problem.spec._replace(backward=True, dlse=return_lse, dmask=mask_grad)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved, SavedWeights
 from ..reference.weights import WeightsGradients
+from .scoring import low_of
 from .views import Layout
 
 
@@ -19,7 +20,7 @@ class Results(NamedTuple):
     lse: Tensor
     lse_low: Tensor | None = None
     """Rounding error of lse, with a floating attn_mask: lse + lse_low is exact to twice the digits. From a
-    launch, None says that it does not matter."""
+    launch it may be None: `scoring.low_of` finds it if there is a backward."""
     weights: Tensor | None = None
     """Attention weights, if the launch was prepared with them."""
 
@@ -230,7 +231,9 @@ class CallsTorch:
         ) -> tuple[Any, ...]:
             if order.out_heads_first:
                 dout, out = dout.transpose(1, 2), out.transpose(1, 2)
-            found = self.backward(Saved(dout, None, out, lse, False, low), seen(*tensors), problem)
+            inputs = seen(*tensors)
+            low = low_of(lse, inputs, problem) if low is None else low
+            found = self.backward(Saved(dout, None, out, lse, False, low), inputs, problem)
             dq, dk, dv = (x.transpose(1, 2) if order.heads_first else x for x in found[:3])
             return dq, dk, dv, found.dsinks
 

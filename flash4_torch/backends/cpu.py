@@ -26,7 +26,8 @@ from .base import (
     WithoutWeights,
 )
 from .compiled.tensors import contiguous_strides
-from .tiled import Tiled, prepare_both, scoring, sinks_gradient
+from .scoring import low_of, scoring
+from .tiled import Tiled, prepare_both, sinks_gradient
 from .views import Layout, view
 
 # torch's own binding, which takes half the time of `torch.ops`.
@@ -134,11 +135,7 @@ class Cpu(CallsTorch, WithoutWeights):
                 out, lse = _forward(q, k, v, 0.0, causal, attn_mask=_added(attn_mask, dtype), scale=scale)
             if _is_odd(lse) and not _is_explained(lse, seen(*given, attn_mask), problem):
                 return careful(*given, attn_mask)
-            low = None
-            if has_float_mask(attn_mask) and not tiled.is_faithful(lse):
-                inputs = seen(*given, attn_mask)
-                low = tiled.lse_low(inputs.q, inputs.k, lse, scoring(inputs, problem))
-            return out if out_heads_first else out_made.returned(out, False), lse, low, None
+            return out if out_heads_first else out_made.returned(out, False), lse, None, None
 
         return launch
 
@@ -151,6 +148,7 @@ class Cpu(CallsTorch, WithoutWeights):
             return careful
         causal, scale, dtype = is_causal(problem), problem.scale, inputs.q.dtype
         heads_first, out_heads_first = order
+        seen = Views.of(inputs, order)
         given = saved.dout, saved.out, *inputs[:3]
         dout_layout, out_layout, *layouts = (Layout.of(x.transpose(1, 2)) for x in given)
         q_layout, k_layout, v_layout = layouts
@@ -167,6 +165,8 @@ class Cpu(CallsTorch, WithoutWeights):
             attn_mask: Tensor | None = None,
             *others: None,
         ) -> tuple[Any, ...]:
+            if low is None and attn_mask is not None:
+                low = low_of(lse, seen(q, k, v, attn_mask), problem)
             if not out_heads_first:
                 dout, out = view(dout, *dout_layout), view(out, *out_layout)
             if not heads_first:

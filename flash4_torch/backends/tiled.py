@@ -9,11 +9,10 @@ from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved, SavedWeights, has_float_mask
 from ..reference import at_once, sinks, tiled, weights
-from ..reference.dropout import Dropout
-from ..reference.scoring import Scoring
 from ..reference.weights import WeightsGradients
 from . import sequences
 from .base import SEQUENCE_FIRST, CallsTorch, Grads, Launch, Results, Views, WeightsLaunch
+from .scoring import scoring
 
 
 class Tiled(CallsTorch):
@@ -101,11 +100,3 @@ def sinks_gradient(saved: Saved, inputs: Inputs) -> Tensor | None:
         return None
     delta = sinks.delta(saved.dout, saved.out, saved.dlse, saved.lse.dtype)
     return sinks.gradient(delta, saved.lse, inputs.sinks)
-
-
-def scoring(inputs: Inputs, problem: Problem) -> Scoring:
-    """The problem's scoring, with its tensors."""
-    dropout = None
-    if inputs.rng_state is not None:
-        dropout = Dropout(inputs.rng_state, problem.dropout_p, inputs.first_batch)
-    return Scoring(problem.scale, problem.band, problem.softcap, inputs.attn_mask, dropout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,8 @@ from torch import Tensor
 from ..errors import CommunicationError
 from .groups import Axis, group_of
 
-_connected: dict[str, int] = {}
-"""Identities of groups, by name: a name may come again after its group was destroyed."""
+_connected: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups whose ranks have met. Names may come again after their group was destroyed, and so may ids."""
 
 
 class Message(NamedTuple):
@@ -56,11 +57,11 @@ def connect(axis: Axis, device: torch.device) -> None:
     if device.type != "cuda":
         return
     group = group_of(axis)
-    if _connected.get(axis.group) == id(group):
+    if group in _connected:
         return
     with naming(axis, "the first call", None):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    _connected[axis.group] = id(group)
+    _connected.add(group)
 
 
 def collective(axis: Axis, what: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:

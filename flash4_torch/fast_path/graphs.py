@@ -20,9 +20,10 @@ from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 
 from ..backends import ALIGNMENT
+from ..backends.scoring import low_of
 from ..ops import schema
 from ..ops.after_import import after_import
-from ..ops.impl import backward_of, describe_inputs, low_of, signed_weights_of, weights_of
+from ..ops.impl import backward_of, describe_inputs, signed_weights_of, weights_of
 from ..problem import CallOptions, Inputs, Problem, Saved, SavedWeights, allows_tf32, has_float_mask
 from . import recent
 from .conditions import must_take_slow_path, prepares
@@ -114,9 +115,10 @@ def _attention(results: Results, *args: Any) -> Launch | None:
 
     def attention(*args: Any) -> Results:
         out, lse, low, _ = launch(*args[:6])
+        low = no_low if low is None else low
         if low is None:
-            low = torch.zeros_like(lse) if no_low is None else no_low
-        return out, lse, low
+            low = low_of(lse, Inputs(*args[:6]), problem)
+        return out, lse, torch.zeros_like(lse) if low is None else low
 
     return attention
 

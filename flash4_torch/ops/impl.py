@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import backends
-from ..backends.tiled import scoring
+from ..backends.scoring import low_of
 from ..problem import (
     CallOptions,
     Extent,
@@ -23,35 +23,30 @@ from ..problem import (
     has_float_mask,
     mask_key,
 )
-from ..reference import tiled
+from ..reference.dropout import STATE
 from .check import cu_seqlens_values
 from .schema import LIBRARY
 
 
-def describe(
-    q: Tensor,
-    Dv: int,
-    extent: Extent,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    options: CallOptions,
-    varlen: bool = False,
+def describe_inputs(
+    inputs: Inputs, options: CallOptions, max_seqlens: tuple[int, int] | None = None
 ) -> Problem:
-    """The forward problem of a call."""
-    device = q.device
-    band = options.band
+    """The forward problem of a call's tensors; `max_seqlens` of queries and keys make it varlen."""
+    q, _, v, mask, sinks, rng_state, *_ = inputs
+    extent, device, band = _extent(inputs, max_seqlens), q.device, options.band
     spec = Spec(
         device=device.type,
         dtype=q.dtype,
         D=q.shape[-1],
-        Dv=Dv,
+        Dv=v.shape[-1],
         group=extent.Hq // extent.Hk,
-        varlen=varlen,
+        varlen=max_seqlens is not None,
         left=band.left is not None,
         right=band.right is not None,
         softcap=options.softcap != 0.0,
-        mask=mask_key(attn_mask),
+        mask=mask_key(mask),
         dropout=options.dropout_p > 0.0,
+        dropout_of_part=rng_state is not None and len(rng_state) != STATE,
         deterministic=options.deterministic,
         sinks=dtype_key(sinks),
         capability=capability_of(device),
@@ -60,26 +55,13 @@ def describe(
     return Problem(spec, extent, options.scale, band, options.softcap, options.dropout_p)
 
 
-def describe_inputs(
-    inputs: Inputs, options: CallOptions, max_seqlens: tuple[int, int] | None = None
-) -> Problem:
-    """The forward problem of a call's tensors; `max_seqlens` of queries and keys make it varlen."""
-    q, k, v, mask, sinks = inputs[:5]
-    extent = dense_extent(q, k) if max_seqlens is None else _packed_extent(inputs, max_seqlens)
-    return describe(q, v.shape[-1], extent, mask, sinks, options, max_seqlens is not None)
-
-
-def _packed_extent(inputs: Inputs, max_seqlens: tuple[int, int]) -> Extent:
+def _extent(inputs: Inputs, max_seqlens: tuple[int, int] | None) -> Extent:
+    q, k = inputs[:2]
+    if max_seqlens is None:
+        return Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     if inputs.cu_seqlens_q is None:
         raise AssertionError("a varlen call carries cu_seqlens")
-    return _varlen_extent(inputs.q, inputs.k, inputs.cu_seqlens_q, *max_seqlens)
-
-
-def with_state(problem: Problem, rng_state: Tensor | None) -> Problem:
-    """The problem with what dropout's state says of it."""
-    if rng_state is None or rng_state.shape[0] == 2:
-        return problem
-    return problem._replace(spec=problem.spec._replace(dropout_of_part=True))
+    return Extent(len(inputs.cu_seqlens_q) - 1, *max_seqlens, q.shape[1], k.shape[1])
 
 
 def weights_of(problem: Problem) -> Problem:
@@ -91,14 +73,6 @@ def weights_of(problem: Problem) -> Problem:
 def signed_weights_of(problem: Problem) -> Problem:
     """The problem of weights whose signs say what dropout takes, given that of weights."""
     return problem._replace(spec=problem.spec._replace(signed=True))
-
-
-def dense_extent(q: Tensor, k: Tensor) -> Extent:
-    return Extent(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-
-
-def _varlen_extent(q: Tensor, k: Tensor, cu_seqlens: Tensor, longest_q: int, longest_k: int) -> Extent:
-    return Extent(cu_seqlens.shape[0] - 1, longest_q, longest_k, q.shape[1], k.shape[1])
 
 
 def backward_of(problem: Problem, dlse: Tensor | None, mask_grad: bool = False) -> Problem:
@@ -114,9 +88,8 @@ def _attention(
     rng_state: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = describe(q, v.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*options))
-    problem = with_state(problem, rng_state)
     inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
+    problem = describe_inputs(inputs, CallOptions(*options))
     out, lse, low, _ = backends.choose(problem).forward(inputs, problem)
     return out, lse, lse.new_empty(*lse.shape[:2], 0) if low is None else low
 
@@ -136,9 +109,8 @@ def _attention_backward(
     *options_and_mask_grad: Any,
 ) -> tuple[Tensor, ...]:
     *options, mask_grad = options_and_mask_grad
-    forward = describe(q, v.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*options))
-    problem = backward_of(with_state(forward, rng_state), dlse, mask_grad)
     inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
+    problem = backward_of(describe_inputs(inputs, CallOptions(*options)), dlse, mask_grad)
     if lse_low is None:
         lse_low = low_of(lse, inputs, problem)
     saved = Saved(dout, dlse, out, lse, mask_grad, lse_low)
@@ -147,16 +119,6 @@ def _attention_backward(
         *map(as_gradient, (dq, dk, dv), (q, k, v)),
         *(q.new_empty(0) if x is None else x for x in others),
     )
-
-
-def low_of(lse: Tensor, inputs: Inputs, problem: Problem) -> Tensor | None:
-    """The rounding error of a forward's lse, None if it does not matter to the backward."""
-    if not has_float_mask(inputs.attn_mask):
-        return None
-    # Kernels for a GPU read it in any case.
-    if lse.device.type == "cpu" and tiled.is_faithful(lse):
-        return None
-    return tiled.lse_low(inputs.q, inputs.k, lse, scoring(inputs, problem))
 
 
 def _attention_varlen(
@@ -173,10 +135,8 @@ def _attention_varlen(
 ) -> tuple[Tensor, Tensor]:
     cu_seqlens_values("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q)
     cu_seqlens_values("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k)
-    extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    problem = describe(q, v.shape[-1], extent, None, sinks, CallOptions(*options), varlen=True)
-    problem = with_state(problem, rng_state)
     inputs = Inputs(q, k, v, None, sinks, rng_state, cu_seqlens_q, cu_seqlens_k)
+    problem = describe_inputs(inputs, CallOptions(*options), (max_seqlen_q, max_seqlen_k))
     out, lse, *_ = backends.choose(problem).forward(inputs, problem)
     return out, lse
 
@@ -197,10 +157,9 @@ def _attention_varlen_backward(
     max_seqlen_k: int,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    extent = _varlen_extent(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    forward = describe(q, v.shape[-1], extent, None, sinks, CallOptions(*options), varlen=True)
-    problem = backward_of(with_state(forward, rng_state), dlse)
     inputs = Inputs(q, k, v, None, sinks, rng_state, cu_seqlens_q, cu_seqlens_k)
+    forward = describe_inputs(inputs, CallOptions(*options), (max_seqlen_q, max_seqlen_k))
+    problem = backward_of(forward, dlse)
     grads = backends.choose(problem).backward(Saved(dout, dlse, out, lse), inputs, problem)
     dsinks = q.new_empty(0) if grads.dsinks is None else grads.dsinks
     return *map(as_gradient, grads[:3], (q, k, v)), dsinks
@@ -227,9 +186,9 @@ def _weights(
     average_heads: bool = False,
     signed: bool = False,
 ) -> Tensor:
-    problem = _weights_problem(q, k, attn_mask, sinks, list(scores))
-    problem = signed_weights_of(problem) if signed else problem
     inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
+    problem = weights_of(describe_inputs(inputs, CallOptions(*scores)))
+    problem = signed_weights_of(problem) if signed else problem
     saved = SavedWeights(lse, lse_low, average_heads)
     return backends.choose(problem).weights(saved, inputs, problem)
 
@@ -246,8 +205,9 @@ def _attention_weights_backward(
     *scores_and_flags: Any,
 ) -> tuple[Tensor, ...]:
     *scores, average_heads, mask_grad = scores_and_flags
-    problem = backward_of(_weights_problem(q, k, attn_mask, sinks, scores), None, mask_grad)
     inputs = Inputs(q, k, k, attn_mask, sinks, rng_state)
+    problem = weights_of(describe_inputs(inputs, CallOptions(*scores)))
+    problem = backward_of(problem, None, mask_grad)
     saved = SavedWeights(lse, lse_low, average_heads, dweights, mask_grad)
     grads = backends.choose(problem).weights_backward(saved, inputs, problem)
     return (
@@ -265,12 +225,6 @@ def _attention_and_weights(
     out, lse, low = _attention(q, k, v, *scored_by, *options)
     saved = lse, low if has_float_mask(attn_mask) else None
     return out, lse, _attention_weights(q, k, *saved, *scored_by, *options[:-1], average_heads)
-
-
-def _weights_problem(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, sinks: Tensor | None, scores: list[Any]
-) -> Problem:
-    return weights_of(describe(q, q.shape[-1], dense_extent(q, k), attn_mask, sinks, CallOptions(*scores)))
 
 
 for _name, _kernel in {

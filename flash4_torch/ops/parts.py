@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends
 from ..problem import CallOptions, Inputs, Problem, Saved
-from .impl import backward_of, dense_extent, describe, with_state
+from .impl import backward_of, describe_inputs
 
 Sums = TypeVar("Sums", backends.RunningOut, backends.DqSums)
 
@@ -120,6 +120,5 @@ def _call(
     q: Tensor, rows: range, k: Tensor, v: Tensor, rng_state: Tensor | None, options: CallOptions
 ) -> tuple[Inputs, Problem]:
     """A call's tensors and its forward problem."""
-    q = q[:, rows.start : rows.stop]
-    problem = with_state(describe(q, v.shape[-1], dense_extent(q, k), None, None, options), rng_state)
-    return Inputs(q, k, v, rng_state=rng_state), problem
+    inputs = Inputs(q[:, rows.start : rows.stop], k, v, rng_state=rng_state)
+    return inputs, describe_inputs(inputs, options)

@@ -85,6 +85,34 @@ def test_they_return_what_the_operators_return(case: Case, dropout_p: float, ave
             assert_same_bits(DIRECT[name](*given_), expected)
 
 
+def both_states() -> list[Tensor]:
+    """States of dropout: of a call, and of a part of a larger one, which other kernels read."""
+    return [torch.tensor([3, 4]), torch.tensor([3, 4, 16, 0, 1, 4, 2])]
+
+
+@pytest.mark.parametrize("rng_state", both_states(), ids=["call", "part"])
+def test_launches_are_prepared_for_the_operators_problem(
+    rng_state: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: dict[str, list[Any]] = {"operator": [], "launch": []}
+
+    def noting(who: str, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda problem: problems[who].append(problem) or choose(problem)  # type: ignore[func-returns-value]
+
+    choose = staticmethod(noting("operator", backends.choose))
+    monkeypatch.setattr(impl, "backends", type("Backends", (), {"choose": choose}))
+    monkeypatch.setattr(graphs, "prepares", noting("launch", graphs.prepares))
+    (q, k, v), scored_by = qkv(), (None, None, rng_state)
+    rules = 0.3, None, None, 0.0, 0.5
+    out, lse, _ = DIRECT["attention"](q, k, v, *scored_by, *rules, False)
+    DIRECT["attention_backward"](out, None, q, k, v, out, lse, None, *scored_by, *rules, False, False)
+    DIRECT["attention_weights"](q, k, lse, None, *scored_by, *rules, True)
+    DIRECT["attention_weights_signed"](q, k, lse, None, *scored_by, *rules)
+    assert problems["launch"] == problems["operator"]
+    is_part = len(rng_state) > 2
+    assert [problem.spec.dropout_of_part for problem in problems["launch"]] == [is_part] * 4
+
+
 ARGS = (None, None, None, 0.3, None, None, 0.0, 0.0, False)
 
 

@@ -136,6 +136,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal": {"window_right": 0},
     "window+softcap": {"window_left": 0, "window_right": 0, "softcap": 30.0},
     "causal+dropout": {"window_right": 0, "dropout_p": 0.1},
+    "large-softcap": {"softcap": 100.0},
 }
 """Words for warm-up, and calls that they stand for."""
 

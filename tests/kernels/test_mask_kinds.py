@@ -14,7 +14,6 @@ from flash4_torch.kernels.common.mask_tables import MaskPlan, place
 PLAN = MaskPlan("bfloat16", 64, 128)
 SIZES = (2, 3, 130, 700)
 CPU = torch.device("cpu")
-FEW = mask_kinds._FEW_SCORES
 
 
 def tables_of(plan, sizes, visible=True, partial=True):
@@ -33,8 +32,8 @@ def tables_of(plan, sizes, visible=True, partial=True):
     return torch.cat([bits, listed.flatten(), rank.flatten()]).int()
 
 
-def kind(plan=PLAN):
-    return mask_kinds.MaskKind(plan, SIZES, CPU, FEW)
+def kind():
+    return mask_kinds.MaskKind(PLAN, SIZES, CPU, True)
 
 
 def test_dense_masks_are_examined_once_in_a_while():
@@ -66,29 +65,17 @@ def test_masks_with_other_blocks_are_always_examined(visible, partial):
     assert own.known_tables() is None
 
 
-def test_deterministic_algorithms_examine_each():
+def test_deterministic_calls_examine_each():
     own, dense = kind(), tables_of(PLAN, SIZES)
     own.observe(dense)
     assert own.known_tables() is not None
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert own.known_tables() is None
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_bits_of_bool_masks_are_always_made():
-    plan = PLAN._replace(dtype="bool")
-    own = kind(plan)
-    for _ in range(3):
-        assert own.known_tables() is None
-        own.observe(tables_of(plan, SIZES))
+    assert own.known_tables(deterministic=True) is None
 
 
 def test_a_single_row_is_looked_at_later():
     """Generation has masks of a new size in each step, which nobody needs to know."""
     sizes = (2, 3, 1, 700)
-    own, dense = mask_kinds.MaskKind(PLAN, sizes, CPU, FEW), tables_of(PLAN, sizes)
+    own, dense = mask_kinds.MaskKind(PLAN, sizes, CPU, True), tables_of(PLAN, sizes)
     for _ in range(mask_kinds._CALLS):
         own.observe(dense)
         assert own.known_tables() is None
@@ -100,18 +87,18 @@ def test_a_single_row_is_looked_at_later():
 def test_masks_of_few_keys_are_never_examined(Sq, most):
     """Next to many scores they are."""
     for Sk, is_small in ((1, True), (most, True), (most + 1, False)):
-        own = mask_kinds.MaskKind(PLAN, (2, 3, Sq, Sk), CPU, FEW)
+        own = mask_kinds.MaskKind(PLAN, (2, 3, Sq, Sk), CPU, True)
         assert (own.known_tables() is not None) is is_small
-        assert mask_kinds.MaskKind(PLAN, (2, 3, Sq, Sk), CPU, FEW + 1).known_tables() is None
+        assert mask_kinds.MaskKind(PLAN, (2, 3, Sq, Sk), CPU, False).known_tables() is None
 
 
 def test_an_answer_may_come_late(monkeypatch):
     """Masks are examined until it is there, and nothing is asked during a capture."""
-    own = mask_kinds.MaskKind(PLAN, SIZES, torch.device("cuda", 0), FEW)
+    own = mask_kinds.MaskKind(PLAN, SIZES, torch.device("cuda", 0), True)
     monkeypatch.setattr(mask_kinds.tile_counters, "is_capturing", lambda index: True)
     monkeypatch.setattr(mask_kinds.constants, "all_partial", lambda device, NB: NB)
     own.observe(torch.empty(0))
-    own._answer = torch.tensor(mask_kinds._PENDING)
+    own._answer, own._is_asked = torch.tensor(mask_kinds._PENDING), True
     assert own.known_tables() is None
     own.observe(torch.empty(0))
     own._answer.fill_(1)
@@ -152,6 +139,29 @@ def test_results_next_to_any_mask_of_a_dense_kind(arch, data):
     )
     for own, truth, plain in zip(found[2], exact, peer, strict=True):
         testing.assert_close_as_peer(own, truth, plain)
+
+
+@pytest.mark.parametrize("how", ["argument", "switch"])
+def test_masks_of_deterministic_calls_are_examined(how, monkeypatch):
+    emulate = pytest.importorskip("flash4_torch.testing.emulate")
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 1, 64).bfloat16() for n in (5, 600, 600))
+    monkeypatch.setenv("FLASH4_BACKEND", "emulator")
+    monkeypatch.setenv("FLASH4_ARCH", "sm_90a")
+    mask = torch.randn(5, 600)
+    mask_kinds._kind.cache_clear()
+    examined = []
+    for deterministic in (False, False, True, True):
+        torch.use_deterministic_algorithms(deterministic and how == "switch")
+        try:
+            with emulate.device("sm_90a", num_sms=3) as device:
+                chosen = deterministic and how == "argument"
+                flash4_torch.attention(q, k, v, attn_mask=mask, deterministic=chosen)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        examined.append(any("mask_blocks" in report.kernel for report in device.reports))
+    assert examined == [True, False, True, True]
 
 
 @pytest.mark.parametrize("arch", one_of(2, ("sm_90a", "sm_80")))

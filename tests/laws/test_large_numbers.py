@@ -153,6 +153,24 @@ def test_finite_masks_of_any_size_in_kernels(arch: str, call: Call) -> None:
     check_masked(arch, call)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("size", [100.0, 1e5, 1e9])
+def test_lses_rounding_error_is_found_again(size: float, with_sinks: bool) -> None:
+    """The backward's operator needs none; what it finds is the forward's."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 33, 2, 16) for _ in range(4))
+    mask, sinks = torch.randn(33, 33)[None, None] + size, torch.tensor([0.0, 2.0]) + size
+    rules = 0.25, None, None, 0.0, 0.0, False
+    scored_by = mask, sinks if with_sinks else None, None
+    out, lse, low = torch.ops.flash4.attention(q, k, v, *scored_by, *rules)
+    expected, found = (
+        torch.ops.flash4.attention_backward(dout, None, q, k, v, out, lse, x, *scored_by, *rules, False)
+        for x in (low, None)
+    )
+    for own, given_low in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, given_low, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("server", ["cpu", "tiled", *OF_MASKS])
 @pytest.mark.parametrize("number", [-1e9, LOWEST], ids=str)
 def test_rows_of_one_large_number_attend_to_all_keys_alike(server: str, number: float) -> None:

@@ -14,8 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash4_torch
 from compiling import compiled, results_and_gradients
+from flash4_torch.backends.scoring import low_of
 from flash4_torch.ops import cpu_in_graph, schema, small_in_graph
-from flash4_torch.ops.impl import describe_inputs, low_of
+from flash4_torch.ops.impl import describe_inputs
 from flash4_torch.problem import CallOptions, Inputs
 from flash4_torch.reference import tiled
 

@@ -143,8 +143,7 @@ class Compiled(OnTargets):
         kernel = self.kernel(problem, index)
         plan = forward.mask_plan(mask_dtype(problem), kernel.config)
         allocator, see = past_dispatcher(problem.spec.device), over_keys(problem.extent.Sk)
-        scores = problem.extent.scores
-        read_mask = prepared_reader(self.find(problem), plan, inputs.attn_mask, see, allocator, scores)
+        read_mask = prepared_reader(self.find(problem), plan, inputs.attn_mask, see, allocator, problem)
         return prepared.forward(kernel, inputs, problem, index, read_mask, order)
 
     def prepare_backward(
@@ -158,9 +157,9 @@ class Compiled(OnTargets):
         index = inputs.q.get_device()
         kernels = self.backward_kernels(problem, index)
         plan = backward.mask_plan(mask_dtype(problem), kernels.config)
-        allocator, extent = past_dispatcher(problem.spec.device), problem.extent
+        allocator, Sq = past_dispatcher(problem.spec.device), problem.extent.Sq
         read_mask = prepared_transposed_reader(
-            self.find(problem), plan, inputs.attn_mask, extent.Sq, allocator, extent.scores
+            self.find(problem), plan, inputs.attn_mask, Sq, allocator, problem
         )
         return prepared.backward(kernels, inputs, problem, index, read_mask, saved.dout, order)
 
@@ -193,13 +192,13 @@ class Compiled(OnTargets):
         self, inputs: Inputs, problem: Problem, config: BackwardConfig, allocator: Allocator
     ) -> Read:
         plan = backward.mask_plan(mask_dtype(problem), config)
-        find, extent = self.find(problem), problem.extent
-        return transposed_reader(find, plan, inputs.attn_mask, extent.Sq, allocator, extent.scores)
+        find, Sq = self.find(problem), problem.extent.Sq
+        return transposed_reader(find, plan, inputs.attn_mask, Sq, allocator, problem)
 
     def _reader(
         self, problem: Problem, plan: MaskPlan, inputs: Inputs, view: View, allocator: Allocator
     ) -> Read:
-        return reader(self.find(problem), plan, inputs.attn_mask, view, allocator, problem.extent.scores)
+        return reader(self.find(problem), plan, inputs.attn_mask, view, allocator, problem)
 
     def explain(self, problem: Problem) -> list[str]:
         """The row, config, plan and launch that serve the problem, a line each."""

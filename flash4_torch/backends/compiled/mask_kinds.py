@@ -8,8 +8,8 @@ examined again. Masks of few keys next to few scores never are: a kernel that re
 blocks left out.
 
 The host never waits for an answer. For a mask that does look like its kind both tables are the same, so that
-results do not depend on when an answer comes. With torch.use_deterministic_algorithms all are examined but
-those of few keys.
+results do not depend on when an answer comes; for others they differ by a rounding. Deterministic calls
+examine all but those of few keys.
 """
 
 from __future__ import annotations
@@ -36,35 +36,34 @@ and 31 with blocks above the diagonal left out, the look included."""
 
 
 class MaskKind:
-    """Masks of one plan, device, sizes and strides."""
+    """Floating masks of one plan, device, sizes and strides, next to few scores or to many."""
 
-    def __init__(self, plan: MaskPlan, sizes: tuple[int, ...], device: torch.device, scores: int):
-        self._plan, self._device, self._rows = plan, device, sizes[0]
+    def __init__(self, plan: MaskPlan, sizes: tuple[int, ...], device: torch.device, few_scores: bool):
+        self._device, self._rows = device, sizes[0]
         self._at = mask_tables.place(plan, *sizes)
         few = _FEW_BLOCKS if sizes[2] > 1 else 1
-        self._is_small = self._at.NB <= few and scores <= _FEW_SCORES
+        self._is_small = self._at.NB <= few and few_scores
         self._is_dense = False
         # A single row may be generation, whose masks grow: each size comes once a layer.
         self._until_next = 0 if sizes[2] > 1 else _CALLS
         self._answer: Tensor | None = None
+        self._is_asked = False
 
-    def known_tables(self) -> Tensor | None:
+    def known_tables(self, deterministic: bool = False) -> Tensor | None:
         """The tables of a mask that need not be examined, or None."""
-        if self._plan.dtype == "bool":
-            return None
         if self._is_small:
             return constants.all_partial(self._device, self._at.NB)
         # Plain memory of the host: a capture under way, in any thread, forbids to ask CUDA.
-        if (answer := self._answer) is not None and (is_dense := int(answer)) != _PENDING:
-            self._is_dense, self._answer, self._until_next = bool(is_dense), None, _CALLS
-        if not self._is_dense or self._until_next <= 0 or torch.are_deterministic_algorithms_enabled():
+        if self._is_asked and self._answer is not None and (is_dense := int(self._answer)) != _PENDING:
+            self._is_dense, self._is_asked, self._until_next = bool(is_dense), False, _CALLS
+        if deterministic or not self._is_dense or self._until_next <= 0:
             return None
         self._until_next -= 1
         return constants.all_partial(self._device, self._at.NB)
 
     def observe(self, tables: Tensor) -> None:
         """Take note of the tables that a kernel has made."""
-        if self._plan.dtype == "bool" or self._answer is not None:
+        if self._is_asked:
             return
         if self._until_next > 0:
             self._until_next -= 1
@@ -72,8 +71,10 @@ class MaskKind:
         on_gpu = self._device.type == "cuda"
         if on_gpu and tile_counters.is_capturing(self._device.index):
             return
-        answer = torch.full((), _PENDING, dtype=torch.uint8, pin_memory=on_gpu)
-        self._answer = answer.copy_(self._is_all_partial(tables).byte(), non_blocking=True)
+        if self._answer is None:
+            self._answer = torch.empty((), dtype=torch.uint8, pin_memory=on_gpu)
+        self._answer.fill_(_PENDING).copy_(self._is_all_partial(tables).byte(), non_blocking=True)
+        self._is_asked = True
 
     def _is_all_partial(self, tables: Tensor) -> Tensor:
         at, expected = self._at, constants.all_partial(self._device, self._at.NB)
@@ -84,12 +85,12 @@ class MaskKind:
 
 
 def kind_of(plan: MaskPlan, mask: Tensor, scores: int) -> MaskKind:
-    """The kind of a mask as kernels view it, (Bm, Hm, Sqm, Sk), of a call with so many scores."""
-    return _kind(plan, tuple(mask.shape), mask.stride(), mask.device, scores)
+    """The kind of a floating mask as kernels view it, (Bm, Hm, Sqm, Sk), of a call with so many scores."""
+    return _kind(plan, tuple(mask.shape), mask.stride(), mask.device, scores <= _FEW_SCORES)
 
 
 @lru_cache(maxsize=_KINDS)
 def _kind(
-    plan: MaskPlan, sizes: tuple[int, ...], strides: tuple[int, ...], device: torch.device, scores: int
+    plan: MaskPlan, sizes: tuple[int, ...], strides: tuple[int, ...], device: torch.device, few_scores: bool
 ) -> MaskKind:
-    return MaskKind(plan, sizes, device, scores)
+    return MaskKind(plan, sizes, device, few_scores)

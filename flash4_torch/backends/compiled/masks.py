@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...kernels.common import mask_tables
 from ...kernels.common.mask_tables import MaskPlan
+from ...problem import Problem
 from ..views import Layout
 from .mask_kinds import kind_of
 from .targets import MASK_BLOCKS, MASK_TRANSPOSE, Find
@@ -24,24 +25,30 @@ _FEW = 1 << 16
 
 
 def reader(
-    find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator, scores: int
+    find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator, problem: Problem
 ) -> Read:
-    """What reads masks of this one's sizes and strides, in calls with that number of scores; `view` gives the
-    attention kernel's view of one.
+    """What reads masks of this one's sizes and strides, in calls of that problem; `view` gives the attention
+    kernel's view of one.
     """
     if mask is None:
         return _nothing
-    seen = view(mask)
-    words, kind = mask_tables.place(plan, *seen.shape).words, kind_of(plan, seen, scores)
+    seen, deterministic = view(mask), problem.spec.deterministic
+    words = mask_tables.place(plan, *seen.shape).words
+    kind = None if plan.dtype == "bool" else kind_of(plan, seen, problem.extent.scores)
     examine, new_tables = find(MASK_BLOCKS, (plan,)), allocator((words,), torch.int32)
 
     def read(mask: Tensor | None) -> MaskArgs | None:
         if mask is None:
             raise AssertionError("the call has a mask")
-        seen, tables = view(mask), kind.known_tables()
-        if tables is None:
-            tables = new_tables()
-            examine(seen, tables)
+        seen = view(mask)
+        if kind is not None:
+            # The weights' problem does not say whether the call is deterministic.
+            always = deterministic or torch.are_deterministic_algorithms_enabled()
+            if (known := kind.known_tables(always)) is not None:
+                return seen, known
+        tables = new_tables()
+        examine(seen, tables)
+        if kind is not None:
             kind.observe(tables)
         return seen, tables
 
@@ -49,34 +56,34 @@ def reader(
 
 
 def prepared_reader(
-    find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator, scores: int
+    find: Find, plan: MaskPlan, mask: Tensor | None, view: View, allocator: Allocator, problem: Problem
 ) -> Read:
     """A `reader` for masks as callers have them: `mask` is a 4-D view of such."""
-    read = reader(find, plan, mask, view, allocator, scores)
+    read = reader(find, plan, mask, view, allocator, problem)
     if mask is None:
         return read
     seen = view(mask)
     if seen.data_ptr() != mask.data_ptr():
         four = Layout.of(mask)
         return lambda mask: None if mask is None else read(four.view(mask))
-    return reader(find, plan, mask, Layout.of(seen).view, allocator, scores)
+    return reader(find, plan, mask, Layout.of(seen).view, allocator, problem)
 
 
 def transposed_reader(
-    find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator, scores: int
+    find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator, problem: Problem
 ) -> Read:
     """What reads masks of this one's sizes and strides for the backward, whose rows are keys."""
     if mask is None or not _is_transposed(plan, mask):
-        return reader(find, plan, mask, transposed(Sq, plan), allocator, scores)
+        return reader(find, plan, mask, transposed(Sq, plan), allocator, problem)
     return _transposing_reader(find, plan, _keys_as_rows(mask), _keys_as_rows, allocator)
 
 
 def prepared_transposed_reader(
-    find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator, scores: int
+    find: Find, plan: MaskPlan, mask: Tensor | None, Sq: int, allocator: Allocator, problem: Problem
 ) -> Read:
     """A `transposed_reader` for masks as callers have them: `mask` is a 4-D view of such."""
     if mask is None or not _is_transposed(plan, mask):
-        return prepared_reader(find, plan, mask, transposed(Sq, plan), allocator, scores)
+        return prepared_reader(find, plan, mask, transposed(Sq, plan), allocator, problem)
     seen = _keys_as_rows(mask)
     return _transposing_reader(find, plan, seen, Layout.of(seen).view, allocator)
 

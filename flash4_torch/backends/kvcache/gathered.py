@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...kvcache_problem import CacheInputs, CacheProblem
 from ...masks import Band
-from ...problem import Extent, Inputs, Problem, Spec, dtype_key, mask_key
+from ...problem import Extent, Inputs, Problem, Spec, allows_tf32, dtype_key, mask_key
 from ...reference.scoring import working_dtype
 from .. import dispatch
 from ..base import Results
@@ -147,6 +147,7 @@ def _attend(
         deterministic=False,
         sinks=dtype_key(inputs.sinks),
         capability=spec.capability,
+        tf32=allows_tf32(q.dtype),
     )
     of_dense = Problem(dense, extent, problem.scale, band, problem.softcap, 0.0)
     return dispatch.choose(of_dense).forward(Inputs(q, k, v, mask, inputs.sinks), of_dense)
