@@ -42,7 +42,10 @@ _ADDED = {dtype: tuple(torch.tensor([0.0, -torch.inf], dtype=dtype).unbind()) fo
 _RANKS = (2, 4)
 """Numbers of dimensions that a mask of the kernel may have."""
 _MANY = 1 << 13
-"""Scores from which on products in 16 bits take less time than the calls that make them."""
+"""Scores from which on the products of a backward take less time than the calls that make them."""
+_FEW_ROWS, _NARROW = 192, 64
+"""Rows below which torch's backward in 16 bits takes blocks of 32, and columns up to which others are faster
+then."""
 _FEW = 1 << 15
 """Bytes that Python examines in less time than torch, whose operators a long kernel leaves cold."""
 _FROM_SIGN = 1 if sys.byteorder == "big" else -1
@@ -239,15 +242,14 @@ def _is_simple(inputs: Inputs, problem: Problem) -> bool:
 
 
 def _is_faster_at_once(inputs: Inputs, problem: Problem) -> bool:
-    """Whether a backward in 16 bits is best written in torch's products: its kernel's are slower."""
+    """Whether a backward in 16 bits is best written in torch's products."""
     dtype, extent = inputs.q.dtype, problem.extent
-    return (
-        dtype in (torch.bfloat16, torch.float16)
-        and extent.B * extent.Hq * extent.Sq * extent.Sk >= _MANY
-        and at_once.products_dtype(dtype) == dtype
-        and inputs.sinks is None
-        and at_once.is_small(inputs.q, inputs.k, scoring(inputs, problem))
-    )
+    if dtype not in (torch.bfloat16, torch.float16) or extent.scores < _MANY or inputs.sinks is not None:
+        return False
+    if at_once.products_dtype(dtype) != dtype:
+        return True  # the kernel multiplies number by number
+    is_small = at_once.is_small(inputs.q, inputs.k, scoring(inputs, problem))
+    return is_small and extent.Sq < _FEW_ROWS and problem.spec.D <= _NARROW
 
 
 def _corrected(dout: Tensor, low: Tensor) -> Tensor:

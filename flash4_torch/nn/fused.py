@@ -31,8 +31,11 @@ _MOST = 1 << 24
 def serves(module: nn.MultiheadAttention, call: Call) -> bool:
     """Whether torch's call serves calls like this self-attention, which has no gradients."""
     query = call.query
-    if query.device.type != "cpu" or not module.batch_first or (module.training and module.dropout):
+    in_16_bits = query.dtype in (torch.bfloat16, torch.float16)
+    if query.device.type != "cpu" or not module.batch_first:
         return False
+    if module.training and (module.dropout or in_16_bits):
+        return False  # stock's training does not round scores to 16 bits
     has_biases = module.in_proj_bias is not None and module.out_proj.bias is not None
     if not has_biases or module.num_heads % 2 or query.numel() == 0:
         return False
@@ -42,7 +45,7 @@ def serves(module: nn.MultiheadAttention, call: Call) -> bool:
     if masks:
         is_bool = all(x.dtype == torch.bool for x in masks) or (call.is_causal and len(masks) == 1)
         most = (_MASKED_WITH_WEIGHTS if call.need_weights else _MASKED) if is_bool else 0
-    elif query.dtype in (torch.bfloat16, torch.float16):
+    elif in_16_bits:
         most = _PLAIN_IN_16_BITS
     else:
         most = _PLAIN_WITH_WEIGHTS if call.need_weights else _PLAIN

@@ -142,8 +142,10 @@ def of(
         return None  # torch's flash kernel is as fast
     N, S = query.shape[:2] if module.batch_first else query.shape[1::-1]
     count = N * module.num_heads * S * S
-    products = working_dtype(query.dtype) if count < FEW else products_dtype(query.dtype)
-    if not 0 < query.numel() or count > most or (count >= FEW and products != query.dtype):
+    # Where stock returns no weights it does not round them either.
+    is_exact = count < FEW or not call.need_weights
+    products = working_dtype(query.dtype) if is_exact else products_dtype(query.dtype)
+    if not 0 < query.numel() or count > most or not (is_exact or products == query.dtype):
         return None
     return Materialized(
         module.num_heads,

@@ -78,8 +78,6 @@ def _of(
 ) -> Everything:
     """`forward` of some of B batch entries, whose tensors q, k and v are."""
     dtype, products = q.dtype, _products(q, k)
-    if dtype != products:
-        q, k, v = q.to(products), k.to(products), v.to(products)
     scores, biased = _scores(q, k, scoring, batch)
     highest = scores.amax(-1)
     weights = torch.softmax(scores, -1)
@@ -98,7 +96,7 @@ def _of(
         low = torch.zeros_like(lse)
     if scoring.dropout is not None:
         weights *= _factors(scoring.dropout, weights, B, batch)
-    out = (weights.to(products) @ v.transpose(1, 2)).transpose(1, 2).contiguous().to(dtype)
+    out = (weights.to(products) @ v.transpose(1, 2).to(products)).transpose(1, 2).contiguous().to(dtype)
     shown = None
     if average_heads is not None:
         shown = (weights.mean(1) if average_heads else weights).to(dtype)
@@ -121,7 +119,9 @@ def products_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _products(q: Tensor, k: Tensor) -> torch.dtype:
-    """The dtype of a call's products, the same forward and backward: weights must fit lse."""
+    """The dtype of products with weights and their gradients. Scores, and gradients of weights, of which
+    large parts may cancel, are not rounded to 16 bits.
+    """
     B, Sq, Hq, _ = q.shape
     few = B * Hq * Sq * k.shape[1] < FEW
     return working_dtype(q.dtype) if few else products_dtype(q.dtype)
@@ -135,7 +135,8 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, scoring: Scoring, batch: range) -> tuple[Tensor, bool]:
     """The masked scores in the working dtype, and whether there is a mask or a band."""
-    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)).to(working_dtype(q.dtype)).mul_(scoring.scale)
+    work = working_dtype(q.dtype)
+    scores = (q.to(work).transpose(1, 2) @ k.to(work).permute(0, 2, 3, 1)).mul_(scoring.scale)
     mask, (left, right), biased = scoring.attn_mask, scoring.band, False
     Sq, Sk = scores.shape[-2:]
     if mask is not None:
@@ -239,16 +240,16 @@ def _backward_of_heads(
     """
     dout, dlse, q, k, v, out, lse, lse_low = given
     dtype, products, work = q.dtype, _products(q, k), working_dtype(q.dtype)
-    if dtype != products:
-        dout, q, k, v = dout.to(products), q.to(products), k.to(products), v.to(products)
     logs, biased = _scores(q, k, scoring, batch)
+    ds = dout.to(work).transpose(1, 2) @ v.to(work).permute(0, 2, 3, 1)
+    if dtype != products:
+        dout, q, k = dout.to(products), q.to(products), k.to(products)
     # A row without keys has lse = -inf; +inf makes its weights exp(-inf) = 0 instead of NaN.
     logs -= (lse.nan_to_num(torch.nan, torch.inf, torch.inf) if biased else lse)[..., None]
     if lse_low is not None:
         logs -= lse_low[..., None]
     weights = exp_(logs) if biased else logs.exp_()
     dout_rows = dout.transpose(1, 2)
-    ds = (dout_rows @ v.permute(0, 2, 3, 1)).to(work)
     applied = weights
     if scoring.dropout is not None:
         factors = _factors(scoring.dropout, weights, B, batch)
