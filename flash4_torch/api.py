@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -503,7 +502,7 @@ def scaled_dot_product_attention(
     if not _serves_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
         # torch's function raises its own errors, and serves calls that have no (B, S, H, D) form.
         check.sdpa_extras(query, key, value, attn_mask, dropout_p)
-        return F.scaled_dot_product_attention(
+        return check.STOCK_SDPA(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved, has_float_mask
 from ..reference import at_once, sinks, tiled
+from ..reference.host import bias_of
 from ..reference.scoring import working_dtype
 from . import sequences
 from .base import (
@@ -33,11 +34,6 @@ from .views import Layout, view
 # torch's own binding, which takes half the time of `torch.ops`.
 _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-_FLOATING = torch.bfloat16, torch.float16, torch.float32, torch.float64
-_ADDED = {dtype: tuple(torch.tensor([0.0, -torch.inf], dtype=dtype).unbind()) for dtype in _FLOATING}
-"""What a bool mask adds to scores where it is True, and where it is False."""
-
 
 _RANKS = (2, 4)
 """Numbers of dimensions that a mask of the kernel may have."""
@@ -230,8 +226,7 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask.dtype == dtype:
         return mask
     if mask.dtype == torch.bool:
-        nothing, hidden = _ADDED[dtype]
-        return torch.where(mask, nothing, hidden)
+        return bias_of(mask, dtype)
     return mask.to(working_dtype(dtype))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from ..errors import ArgumentError, RangeError
 from ..reference import bounds, programs
@@ -63,9 +64,10 @@ def create_block_mask(
         ArgumentError: an argument is outside its limits.
         TraceError: mask_mod cannot be traced.
 
-    In a compiled function torch's own makes it, which the compiler fuses with the mask.
+    In a compiled function torch's own makes it, which the compiler fuses with the mask; and where tensors
+    have no values: in torch.export, among fake tensors, and on the meta device.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling() or detect_fake_mode() is not None or _is_meta(device):
         return _recorded(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
     # They need much that not every import of the package should load.
     from torch.nn.attention.flex_attention import BlockMask
@@ -105,6 +107,10 @@ def create_block_mask(
             partial = state != EMPTY
         lists = (*_ordered(partial), *full, *_ordered(partial.transpose(-1, -2)), *full_q)
     return BlockMask((Q_LEN, KV_LEN), *lists, BLOCK_SIZE=(block[0], block[1]), mask_mod=mask_mod)
+
+
+def _is_meta(device: torch.device | str | None) -> bool:
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _recorded(

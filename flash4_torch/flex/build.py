@@ -272,10 +272,16 @@ _COPIES = frozenset(["alias", "clone", "lift_fresh", "lift_fresh_copy", "contigu
 _MADE_LIKE = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1, "zeros": 0, "ones": 1}
 _CONVERSIONS = frozenset(("_to_copy", "to", "convert_element_type"))
 _VIEWS = frozenset(["unsqueeze", "squeeze", "view", "_unsafe_view", "reshape"])
+_BEYOND = {"lt": (True, False), "le": (True, False), "gt": (False, True), "ge": (False, True)}
+"""Whether a comparison holds with a number above, and below, all numbers of the other operand's dtype."""
 
 
 class _Translation:
     """One node of the graph."""
+
+    _OTHERS = frozenset(("where", "masked_fill", "clamp", "clamp_min", "clamp_max", "sum", "mean", "dot"))
+    _OTHERS |= {"expand", "embedding", "index", "select"}
+    """Operations with a method of their own here."""
 
     def __init__(self, builder: Builder, node: fx.Node, known: dict[fx.Node, Value]) -> None:
         self.builder, self.node = builder, node
@@ -318,14 +324,18 @@ class _Translation:
             return self._compare(op)
         if op in table.LOGIC:
             return self._add(op, [self.lane(i) for i in range(len(self.args))])
+        if op == "round" and "decimals" in self.kwargs:
+            return self._round_to(self.kwargs["decimals"].value)
         if op in table.FLOATING or op in table.UNARY:
+            if len(self.args) > 1 or self.kwargs:
+                raise Unsupported(self.node, "a kernel has it for one operand, without other arguments")
             return self._add(op, [self.builder.converted(self.lane(0), self.dtype)])
         if op == "detach":
             return self._add(op, [self.lane(0)])
-        other = getattr(self, f"_{op.strip('_')}", None)
-        if other is not None:
-            return other()
-        if op in _VIEWS:
+        if op.strip("_") in self._OTHERS:
+            lane: Lane = getattr(self, f"_{op.strip('_')}")()
+            return lane
+        if op in _VIEWS and self.dtype == self.lane(0).dtype:
             return self._add("view", [self.lane(0)])
         raise Unsupported(self.node, "it is none of the operations that a kernel has for each score")
 
@@ -368,7 +378,11 @@ class _Translation:
 
     def _as_lane(self, x: Value, dtype: torch.dtype | None = None) -> Lane:
         if isinstance(x, Number):
-            lane = self.builder.number(x, x.dtype or dtype or torch.tensor(x.value).dtype)
+            wanted = x.dtype or dtype or torch.tensor(x.value).dtype
+            if _is_beyond(x.value, wanted):
+                name = str(wanted).removeprefix("torch.")
+                raise Unsupported(self.node, f"{x.value} is no {name}, as indices are")
+            lane = self.builder.number(x, wanted)
         elif isinstance(x, Free):
             lane = self.gathered(x)
         elif isinstance(x, Lane):
@@ -405,6 +419,13 @@ class _Translation:
 
     def _compare(self, op: str) -> Lane:
         dtype = torch.result_type(*(_example(x) for x in self.args[:2]))
+        for place, x in enumerate(self.args[:2]):
+            if isinstance(x, Number) and _is_beyond(x.value, dtype):
+                # As of a window without an end: `q_idx - kv_idx < sys.maxsize`.
+                is_above = (x.value > 0) == (place == 1)
+                holds = _BEYOND.get(op, (op == "ne",) * 2)[not is_above]
+                known = self.builder.number(Number(holds, torch.bool), torch.bool)
+                return self._add("expand", [known])
         return self._add(op, [self.lane(0, dtype), self.lane(1, dtype)])
 
     def _where(self) -> Lane:
@@ -433,6 +454,12 @@ class _Translation:
         args = (self.lane(0, self.dtype).symbol, lowest, highest)
         return self.builder.add("clamp", args, self.dtype, self.shape)
 
+    def _round_to(self, decimals: int) -> Lane:
+        factor = self.builder.number(Number(10.0 ** abs(decimals)), self.dtype)
+        to, back = ("mul", "div") if decimals > 0 else ("div", "mul")
+        scaled = self._add(to, [self.builder.converted(self.lane(0), self.dtype), factor])
+        return self._add(back, [self._add("round", [scaled]), factor])
+
     def _sum(self) -> Lane:
         x = self.lane(0, self.dtype)
         dims = self.args[1] if len(self.args) > 1 else None
@@ -460,8 +487,20 @@ class _Translation:
         return self._add("expand", [self.lane(0)])
 
     def _embedding(self) -> Lane:
-        table_of, index = self.args[:2]
-        return self._gather(table_of, [index])
+        table_of, index, *options = self.args
+        padding, by_frequency = (
+            options[i].value if len(options) > i else default for i, default in ((0, -1), (1, False))
+        )
+        if by_frequency:
+            raise Unsupported(self.node, "scale_grad_by_freq counts the indices of all scores")
+        found = self._gather(table_of, [index])
+        if padding < 0:
+            return found
+        # A row that gets no gradient.
+        own = self._as_lane(index)
+        at = self.builder.number(Number(padding), own.dtype)
+        is_padding = self.builder.add("eq", (own.symbol, at.symbol), torch.bool)
+        return self._add("where", [is_padding, self._add("detach", [found]), found])
 
     def _index(self) -> Lane:
         return self._gather(self.args[0], self.args[1])
@@ -500,6 +539,14 @@ class _Translation:
         if lane.shape or lane.dtype.is_floating_point or lane.dtype == torch.bool:
             raise Unsupported(self.node, "an index is no integer for each score")
         return lane.symbol
+
+
+def _is_beyond(value: Any, dtype: torch.dtype) -> bool:
+    """Whether an integer is none of an integral dtype."""
+    if dtype.is_floating_point or dtype == torch.bool or not isinstance(value, int):
+        return False
+    limits = torch.iinfo(dtype)
+    return not limits.min <= value <= limits.max
 
 
 def _has_lane(values: Any) -> bool:

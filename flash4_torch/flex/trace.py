@@ -275,11 +275,13 @@ def _call(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
 
 @contextmanager
 def _alone() -> Iterator[FakeTensorMode]:
-    """A mode of fake tensors, without gradients and without modes and transforms of whoever calls us."""
+    """A mode of fake tensors, without modes and transforms of whoever calls us. Gradients are enabled, of
+    which no tensor here has any, so that a function can disable them for a part of what it does.
+    """
     with (
         _disable_current_modes(),
         temporarily_clear_interpreter_stack(),
-        _unrecorded(torch.no_grad()),
+        _unrecorded(torch.enable_grad()),
         FakeTensorMode() as fake,
     ):
         yield fake
@@ -363,17 +365,26 @@ def _is_foreign(x: Any, fake: FakeTensorMode) -> bool:
 
 
 class Indexing(TorchFunctionMode):
-    """Indices may be 0-dim tensors, which torch itself would read on the host; nothing is printed."""
+    """Indices may be 0-dim tensors, which torch itself would read on the host; nothing is printed; and what
+    is made without gradients is detached."""
 
     def __init__(self, fake: FakeTensorMode, foreign: Foreign, device: torch.device) -> None:
         super().__init__()
         self.fake, self.foreign, self.device = fake, foreign, device
+        self.records = True
+        """Whether the function has gradients enabled."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in _SIZES or getattr(function, "__name__", "").startswith("sym_"):
             return function(*args, **(kwargs or {}))
+        if function is torch._C._set_grad_enabled:
+            self.records = bool(args[0])
+            with torch._C.DisableTorchFunction():
+                return function(*args)
+        if torch.is_grad_enabled() != self.records:
+            raise _Forbidden("torch.autograd.Function", "its backward is not traced; score.detach() can be")
         indexes = function is Tensor.__getitem__
         args, kwargs = self.foreign.replaced((args, kwargs or {}), self.fake, self.device, indexes)
         if function in _PRINTS:
@@ -381,8 +392,14 @@ class Indexing(TorchFunctionMode):
         if function is Tensor.__getitem__:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(_is_number(x) for x in indices):
-                return element(args[0], indices)
-        return function(*args, **(kwargs or {}))
+                return self._recorded(element(args[0], indices))
+        return self._recorded(function(*args, **(kwargs or {})))
+
+    def _recorded(self, made: Any) -> Any:
+        """What a function has made, without gradients if it has disabled them."""
+        if self.records or not isinstance(made, Tensor) or not made.is_floating_point():
+            return made
+        return made.detach()
 
 
 _SIZES = frozenset((Tensor.shape.__get__, Tensor.size, Tensor.numel))  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from ..problem import CallOptions
 from ..reference.at_once import FEW, products_dtype
 from ..reference.dropout import Dropout
 from ..reference.dropout import scale as dropout_scale
+from ..reference.host import DTYPES, bias_of, constant
 from ..reference.scoring import working_dtype
 from .contract import Call, is_causal_by_rule
 
@@ -34,11 +35,8 @@ _MOST_DROPPED = 1 << 21
 """The same of a call that drops some and returns none."""
 
 
-_DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
-_NOTHING = {dtype: torch.zeros(1, 1, 1, dtype=dtype) for dtype in _DTYPES}
+_NOTHING = {dtype: constant([0.0], dtype, (1, 1, 1)) for dtype in DTYPES}
 """Stands where a product is added to nothing."""
-_ADDED = {dtype: torch.tensor([-torch.inf, 0.0], dtype=dtype).unbind() for dtype in _DTYPES}
-"""What a bool mask adds to scores where it is True, and where it is False."""
 _NO_GRADIENTS = None, None, None
 """The gradients of both masks, and of what is no tensor."""
 
@@ -110,8 +108,7 @@ class Materialized(NamedTuple):
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
-    hidden, nothing = _ADDED[dtype]
-    return torch.where(mask, hidden, nothing)
+    return bias_of(mask, dtype, hides=True)
 
 
 def of(
@@ -120,7 +117,7 @@ def of(
     """What serves self-attention like this; None if something else does."""
     query, is_causal = call.query, is_causal_by_rule(module, call)
     most: float
-    if query.device.type != "cpu" or query.dtype not in _DTYPES:
+    if query.device.type != "cpu" or query.dtype not in DTYPES:
         return None
     projected = query, module.in_proj_weight, module.in_proj_bias
     if wants_grad and not any(x is not None and x.requires_grad for x in projected):

@@ -109,13 +109,14 @@ def sdpa_extras(
         probability(dropout_p)
 
 
-_STOCK_SDPA = F.scaled_dot_product_attention
+STOCK_SDPA = F.scaled_dot_product_attention
+"""Torch's own, also where somebody has put ours in its place."""
 _CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
 def is_stock_sdpa() -> bool:
     """Whether nobody has replaced torch's function."""
-    return F.scaled_dot_product_attention is _STOCK_SDPA
+    return F.scaled_dot_product_attention is STOCK_SDPA
 
 
 def not_in_torchs_context_parallel(name: str) -> None:

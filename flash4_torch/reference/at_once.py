@@ -15,13 +15,10 @@ from torch import Tensor
 
 from ..problem import has_float_mask
 from .dropout import Dropout
+from .host import bias_of
 from .scoring import Scoring, mask_tile, working_dtype
 from .tiled import blocks, exp_, is_faithful
 
-_ADDED: dict[torch.dtype, Any] = {
-    dtype: torch.tensor([0.0, -torch.inf], dtype=dtype).unbind() for dtype in (torch.float32, torch.float64)
-}
-"""What a bool mask adds to scores where it is True, and where it is False."""
 _MOST = 1 << 21
 """Scores held at once, in float32 8 MiB."""
 _MOST_IN_BACKWARD = 1 << 19
@@ -129,8 +126,7 @@ def _products(q: Tensor, k: Tensor) -> torch.dtype:
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What a mask adds to scores of `dtype`."""
-    nothing, hidden = _ADDED[dtype]
-    return torch.where(mask, nothing, hidden) if mask.dtype == torch.bool else mask
+    return bias_of(mask, dtype) if mask.dtype == torch.bool else mask
 
 
 def _scores(q: Tensor, k: Tensor, scoring: Scoring, batch: range) -> tuple[Tensor, bool]:

@@ -53,6 +53,7 @@ The choice of the 32 weights follows from the fragment that one GPU thread holds
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -63,6 +64,7 @@ from torch import Tensor
 
 from .. import forks
 from . import lanes
+from .host import constant
 
 ROUNDS = 7
 BLOCK = 16
@@ -385,11 +387,12 @@ def _in_place(kept: Tensor) -> Tensor:
 
 def _each_bit() -> Tensor:
     """The words in which one weight alone is 1, in the order (i3, i2, i1, i0, j >> 4, j3, j2, j1, j0)."""
-    i3, i1, i0, j3, j0 = (
-        torch.arange(2).view([-1 if at == n else 1 for at in range(9)]) for n in (0, 2, 3, 5, 8)
-    )
-    place = ((i1 * 2 + i0) * 2 + j0) * 4 + j3 * 2 + i3
-    return (torch.ones_like(place) << place).to(torch.int32)
+    places = [
+        (i1 << 4) + (i0 << 3) + (j0 << 2) + (j3 << 1) + i3
+        for i3, i1, i0, j3, j0 in itertools.product(range(2), repeat=5)
+    ]
+    words = [(1 << place) - (place == 31) * 2**32 for place in places]
+    return constant(words, torch.int32, (2, 1, 2, 2, 1, 2, 1, 1, 2))
 
 
 _FEW = 64

@@ -361,7 +361,7 @@ class Captured:
                 own = gradient.shape[programs.LANES :]
                 full = gradient.expand(*scores.shape, *own)
                 programs.add_gradient(total, node, known, _where_seen(full, seen))
-        return _where_seen(first.expand(scores.shape), seen)
+        return _where_seen(first.to(scores.dtype).expand(scores.shape), seen)
 
     def gradients(self) -> list[Tensor | None]:
         pairs = zip(self.totals, self.mod.tensors, strict=True)

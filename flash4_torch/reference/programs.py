@@ -99,10 +99,10 @@ def _value(node: Node, known: list[Tensor], ranks: list[int], lanes: int, clamps
         _, dims, keeps = node.args
         return x if not dims else x.sum([dim + lanes for dim in dims], keepdim=keeps).to(dtype)
     if node.op == "view":
-        return x.reshape(*x.shape[:lanes], *node.shape)
+        return x.reshape((*x.shape[:lanes], *node.shape))
     if node.op == "expand":
         rank = len(node.shape)
-        return _aligned(x, ranks[node.args[0].value], rank, lanes).expand(*x.shape[:lanes], *node.shape)
+        return _aligned(x, ranks[node.args[0].value], rank, lanes).expand((*x.shape[:lanes], *node.shape))
     if node.op not in _ELEMENTWISE:
         raise AssertionError(f"{node.op} is not in the table")
     rank = len(node.shape)
@@ -115,7 +115,7 @@ def _value(node: Node, known: list[Tensor], ranks: list[int], lanes: int, clamps
 
 def _aligned(x: Tensor, own: int, rank: int, lanes: int) -> Tensor:
     """An operand with own dimensions of size 1 inserted behind the lanes, up to `rank`."""
-    return x if own == rank else x.reshape(*x.shape[:lanes], *(1,) * (rank - own), *x.shape[lanes:])
+    return x if own == rank else x.reshape((*x.shape[:lanes], *(1,) * (rank - own), *x.shape[lanes:]))
 
 
 def gathered(node: Node, known: Sequence[Tensor], lanes: int = LANES, clamps: bool = False) -> Tensor:
@@ -125,7 +125,7 @@ def gathered(node: Node, known: Sequence[Tensor], lanes: int = LANES, clamps: bo
         sizes = zip((i.long() for i in indices), tensor.shape, strict=False)
         indices = tuple(torch.where(i < 0, i + n, i).clamp(0, n - 1) for i, n in sizes)
     if not indices:
-        return rest.reshape(*(1,) * lanes, *rest.shape)
+        return rest.reshape((*(1,) * lanes, *rest.shape))
     found: Tensor = tensor[indices]
     return found
 

@@ -7,6 +7,8 @@ import sysconfig
 from importlib import resources
 from typing import Any
 
+import pytest
+
 import flash4_torch
 from flash4_torch import ahead, testing
 
@@ -52,6 +54,30 @@ def probe() -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "importing is silent"
     return json.loads(done.stdout)
+
+
+OUTSIDE = """
+import torch
+from torch._subclasses import FakeTensorMode
+with {mode}:
+    import flash4_torch
+    from flash4_torch.nn import materialized
+q = torch.randn(1, 9, 2, 8)
+seen = torch.ones(9, 9, dtype=torch.bool).tril()
+for options in ({{"attn_mask": seen}}, {{"dropout_p": 0.1}}, {{"attn_mask": seen, "window": (2, None)}}):
+    assert type(flash4_torch.attention(q, q, q, **options)) is torch.Tensor
+module, x = torch.nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True), torch.randn(1, 9, 8)
+flash4_torch.replace_attention(module)
+module(x, x, x, attn_mask=~seen)[0].sum().backward()
+"""
+
+
+@pytest.mark.parametrize("mode", ["torch.device('meta')", "FakeTensorMode()"])
+def test_modes_that_are_active_at_import_leave_nothing(mode: str) -> None:
+    """Models are built, and their modules imported, on the meta device."""
+    code = OUTSIDE.format(mode=mode)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_import_loads_only_our_own_modules_and_leaves_torch_as_it_was() -> None:

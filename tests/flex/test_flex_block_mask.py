@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.flex_attention import create_block_mask as torchs
 
-from flash4_torch import create_block_mask
+from flash4_torch import create_block_mask, flex_attention
 from flash4_torch.errors import ArgumentError, RangeError, TraceError
 from flash4_torch.flex import block_mask as module
 from flex_mods import drawn_mask
@@ -142,3 +143,28 @@ def test_bad_arguments_are_named() -> None:
     for message, error, arguments in bad:
         with pytest.raises(error, match=message):
             call(*arguments)
+
+
+class Causal(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = create_block_mask(causal, None, None, q.shape[2], k.shape[2], "cpu")
+        return flex_attention(q, k, v, block_mask=mask)
+
+
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+@pytest.mark.filterwarnings("ignore:While compiling")  # torch's, of what a strict export records
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_mask_is_made_in_an_exported_graph(strict: bool) -> None:
+    inputs = tuple(torch.randn(1, 2, 20, 8) for _ in range(3))
+    exported = torch.export.export(Causal(), inputs, strict=strict).module()
+    torch.testing.assert_close(exported(*inputs), Causal()(*inputs))
+
+
+def test_a_mask_of_tensors_without_values() -> None:
+    sizes = None, None, 300, 200
+    assert create_block_mask(causal, *sizes, "meta").kv_indices.device.type == "meta"
+    with FakeTensorMode():
+        assert create_block_mask(causal, *sizes, "cpu").shape == (1, 1, 300, 200)

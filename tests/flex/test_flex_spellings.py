@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
 import flash4_torch
 from flex_mods import Mod
@@ -15,6 +17,15 @@ from flex_mods import Mod
 H, SQ, SK = 2, 3, 4
 T = torch.linspace(-1.2, 1.7, 20, dtype=torch.float64).view(4, 5).requires_grad_()
 """A captured tensor that learns."""
+
+
+def without_gradients(score: Tensor, learned: Tensor) -> Tensor:
+    with torch.no_grad():
+        factor = score * 3 + learned
+        with torch.enable_grad():
+            inner = score * learned
+    return factor + inner if torch.is_grad_enabled() else score
+
 
 SPELLINGS: dict[str, Mod] = {
     "number minus score": lambda s, b, h, i, j: 2 - s,
@@ -80,6 +91,14 @@ SPELLINGS: dict[str, Mod] = {
     "zeros and ones": lambda s, b, h, i, j: (
         s + torch.ones_like(s) * 2 + torch.zeros_like(T[h]).sum() + s.new_ones(())
     ),
+    "rounded to decimals": lambda s, b, h, i, j: (
+        torch.round(s, decimals=1) * T[h, i] + torch.round(T[h, j] * s.detach() * 99, decimals=-1) * s
+    ),
+    "a row of one number": lambda s, b, h, i, j: (
+        s + T[:, 2:3][i].squeeze(-1) * T[:, 1:2][j].view(()) + T[:, :1][h].reshape(())
+    ),
+    "an embedding with padding": lambda s, b, h, i, j: s + F.embedding(i, T, padding_idx=0).sum(),
+    "without gradients": lambda s, b, h, i, j: s * without_gradients(s, T[h, i]) + T[h, j],
     "a constant of torch": lambda s, b, h, i, j: s + torch.tensor(0.25) * i,
 }
 
@@ -110,3 +129,44 @@ def test_spelling_means_what_it_means_in_torch(name: str) -> None:
     expected = torch.autograd.grad(theirs, [q, k, v, T], upstream, **options)
     for x, y in zip((*ours, *found), (*theirs, *expected), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda b, h, i, j: i - j < sys.maxsize,
+        lambda b, h, i, j: -(2**40) > j - i,
+        lambda b, h, i, j: (i != 2**31) & (j >= -(2**35)) & (i > j),
+        lambda b, h, i, j: (2**33 <= i) | (j == 2**32) | (j > 1),
+    ],
+)
+def test_indices_beside_numbers_of_more_bits(seen: Mod) -> None:
+    """Positions are int32 here, int64 in torch."""
+    q, k, v = (torch.randn(1, H, S, 5, dtype=torch.float64) for S in (SQ, SK, SK))
+    found = flash4_torch.flex_attention(q, k, v, lambda s, *at: torch.where(seen(*at), s, -s))
+    mask = create_mask(seen, 1, 1, SQ, SK, device="cpu")
+    scores = q @ k.transpose(-1, -2) * 5**-0.5
+    expected = torch.where(mask, scores, -scores).softmax(-1) @ v
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_of_float64_beside_other_scores(dtype: torch.dtype) -> None:
+    """As numpy makes them: the gradient of a score has the score's dtype."""
+    q, k, v = (torch.randn(1, H, S, 8, dtype=dtype).requires_grad_() for S in (SQ, SK, SK))
+    slopes = torch.linspace(0.1, 0.5, H, dtype=torch.float64).requires_grad_()
+
+    def results(leaves: list[Tensor], exact: bool) -> tuple[Tensor, ...]:
+        q, k, v, slopes = leaves
+        if exact:
+            bias = slopes[:, None, None] * torch.arange(SK)
+            out = (q @ k.transpose(-1, -2) * 8**-0.5 + bias).softmax(-1) @ v
+        else:
+            out = flash4_torch.flex_attention(q, k, v, lambda s, b, h, i, j: s + slopes[h] * j)
+        return out, *torch.autograd.grad(out.sum(), leaves)
+
+    own = results([q, k, v, slopes], exact=False)
+    truth = results([x.detach().double().requires_grad_() for x in (q, k, v, slopes)], exact=True)
+    for x, y in zip(own, truth, strict=True):
+        close = {"rtol": 2e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(x.double(), y, **close)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flash4_torch
@@ -193,9 +194,44 @@ def lists(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return score + TABLE.tolist()[0][0]  # here
 
 
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()  # here
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def rounds(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return StraightThrough.apply(score)
+
+
+def gathers(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + TABLE[0].gather(0, i.long().reshape(1))[0]  # here
+
+
+def reads_bits(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + score.view(torch.int32)  # here
+
+
+def adds_far(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + (i + 2**40)  # here
+
+
+def counts_rows(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + F.embedding(i, TABLE, scale_grad_by_freq=True)[0]  # here
+
+
 @pytest.mark.parametrize(
     "function, operation",
     [
+        (rounds, "torch.autograd.Function"),
+        (gathers, "aten.gather.default"),
+        (reads_bits, "aten.view.dtype"),
+        (adds_far, "aten.add.Tensor"),
+        (counts_rows, "aten.embedding.default"),
         (branches, "a tensor's value"),
         (lists, "a tensor's values (tolist())"),
         (prints, "printing"),

@@ -121,6 +121,16 @@ def test_errors_are_torchs(name: str) -> None:
     assert str(ours.value) == str(theirs.value)
 
 
+def test_ours_in_the_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What we leave to torch goes to torch's own function, and does not come back."""
+    q, mask = torch.randn(1, 2, 5, 8), torch.ones(5, 5, dtype=torch.bool)
+    expected = F.scaled_dot_product_attention(q, q, q, mask, is_causal=True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", flash4_torch.scaled_dot_product_attention)
+    assert torch.equal(F.scaled_dot_product_attention(q, q, q, mask, is_causal=True), expected)
+    with pytest.raises(RuntimeError, match="dtype"):
+        F.scaled_dot_product_attention(q, q.half(), q)
+
+
 def test_mask_and_causal_together_are_what_torch_makes_of_them() -> None:
     mask = torch.rand(4, 4) < 0.7
     out = flash4_torch.scaled_dot_product_attention(X, X, X, attn_mask=mask, is_causal=True)
