@@ -12,6 +12,17 @@ view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
 counters do not know it."""
 
 
+def no_view(x: Tensor) -> Tensor:
+    """The tensor, or its values and memory as a tensor that autograd does not know as a view.
+
+    A function's results may be changed in place if they are none.
+    """
+    if not x._is_view():
+        return x
+    made: Tensor = view(x, x.shape, x.stride())
+    return made
+
+
 class Layout(NamedTuple):
     """Sizes and strides of a view."""
 

@@ -45,7 +45,7 @@ from ..ops import autocast_inputs
 from ..ops.impl import describe_inputs, weights_of
 from ..problem import CallOptions, Inputs, Problem, allows_tf32
 from . import flex, graphs, recent
-from .calls import Door, FastCall, Returned, in_turn
+from .calls import Door, FastCall, Returned, forward_then_weights
 from .conditions import guards_would_miss, guards_would_see, prepares
 from .gradients import FastAutograd
 from .recent import Memory, Signature
@@ -219,9 +219,11 @@ def _launch(problem: Problem, inputs: Inputs, order: Order, average_heads: bool 
         if both is not None:
             return both
     of_weights = weights_of(problem)
-    forward, weigher = backend.prepare(inputs, problem), prepares(of_weights)
-    weigh = None if weigher is None else weigher.prepare_weights(inputs, of_weights, average_heads)
-    return None if forward is None or weigh is None else in_turn(forward, weigh, inputs, average_heads)
+    forward, weights_backend = backend.prepare(inputs, problem), prepares(of_weights)
+    if forward is None or weights_backend is None:
+        return None
+    weights = weights_backend.prepare_weights(inputs, of_weights, average_heads)
+    return None if weights is None else forward_then_weights(forward, weights, inputs, average_heads)
 
 
 def clear() -> None:

@@ -77,12 +77,14 @@ def _varlen_run(launch: Launch, draw: Callable[[], Tensor | None], returned: Ret
     return run
 
 
-def in_turn(forward: Launch, weigh: WeightsLaunch, inputs: Inputs, average_heads: bool) -> Launch:
+def forward_then_weights(
+    forward: Launch, weights: WeightsLaunch, inputs: Inputs, average_heads: bool
+) -> Launch:
     """A launch of output and weights, one after the other."""
     seen = Views.of(inputs, SEQUENCE_FIRST)
 
     def launch(*tensors: Any) -> tuple[Any, ...]:
         out, lse, low, _ = forward(*tensors)
-        return out, lse, low, weigh(SavedWeights(lse, low, average_heads), seen(*tensors))
+        return out, lse, low, weights(SavedWeights(lse, low, average_heads), seen(*tensors))
 
     return launch

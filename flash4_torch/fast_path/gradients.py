@@ -20,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..backends import ALIGNMENT, BackwardLaunch, Launch
 from ..backends.base import Views
+from ..backends.views import no_view
 from ..ops import autograd
 from ..ops.impl import backward_of
 from ..problem import CallOptions, Inputs, Problem, Saved
@@ -166,6 +167,7 @@ def _forward(ctx: Any, call: FastAutograd, q: Tensor, k: Tensor, v: Tensor, *oth
     else:
         tensors = q, k, v, *others, rng_state
     out, lse, low, weights = call.launch(*tensors)
+    out = no_view(out)
     # The caller's tensors, not their views: autograd finds out whether they are changed before the backward.
     ctx.save_for_backward(out, lse, low, *tensors)
     ctx.call = call

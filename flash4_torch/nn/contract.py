@@ -46,6 +46,18 @@ def has_kinds(call: Call) -> bool:
     )
 
 
+def with_gradients(call: Call) -> Call:
+    """The call, of which autograd can save every tensor: those made in inference mode are copied, as stock's
+    projections copy them.
+    """
+    made = {id(x): x for x in call if isinstance(x, Tensor) and x.is_inference()}
+    if not made:
+        return call
+    copies = {at: x.clone() for at, x in made.items()}
+    tensors: Any = (copies.get(id(x), x) for x in call)
+    return Call(*tensors)
+
+
 def check_kinds(call: Call) -> None:
     """Raises ArgumentError for a tensor that is neither dense nor nested, and for a flag that is none."""
     for name, x in call._asdict().items():

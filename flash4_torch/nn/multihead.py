@@ -200,6 +200,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             if ops.is_recorded(*call):
                 return tracing.record(self, call)
             contract.check_kinds(call)
+        if torch.is_grad_enabled() and not is_dynamo_compiling():
+            call = contract.with_gradients(call)
+            query, key, value, key_padding_mask, _, attn_mask, *_ = call
         if self.flash4_context_parallel is not None:
             return self._forward_shared(call, self.flash4_context_parallel)
         not_in_torchs_context_parallel("query")

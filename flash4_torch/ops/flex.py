@@ -18,6 +18,7 @@ from torch import Tensor
 from ..backends import flex as backends
 from ..backends.flex import tiled
 from ..backends.flex.tiled import program_of
+from ..backends.views import no_view
 from ..flex import softcap
 from ..flex_problem import NUM_TENSORS, FlexInputs, FlexProblem, FlexSaved, FlexSpec, Mods, new_out
 from ..problem import CallOptions, Extent, as_gradient, capability_of, dtype_key, new_gradient
@@ -183,7 +184,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
         cu_seqlens_values("cu_seqlens_k", mods.cu_seqlens_k, k.shape[0], mods.max_seqlen_k)
     inputs, options = with_softcap(inputs, options)
     problem = describe(inputs, options)
-    return backends.choose(problem).forward(inputs, problem)
+    out, lse, low = backends.choose(problem).forward(inputs, problem)
+    return no_view(out), lse, low
 
 
 def _max_scores(q: Tensor, k: Tensor, *rest: Any) -> Tensor:

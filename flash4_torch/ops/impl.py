@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import backends
 from ..backends.scoring import low_of
+from ..backends.views import no_view
 from ..problem import (
     CallOptions,
     Extent,
@@ -91,7 +92,7 @@ def _attention(
     inputs = Inputs(q, k, v, attn_mask, sinks, rng_state)
     problem = describe_inputs(inputs, CallOptions(*options))
     out, lse, low, _ = backends.choose(problem).forward(inputs, problem)
-    return out, lse, lse.new_empty(*lse.shape[:2], 0) if low is None else low
+    return no_view(out), lse, lse.new_empty(*lse.shape[:2], 0) if low is None else low
 
 
 def _attention_backward(
@@ -138,7 +139,7 @@ def _attention_varlen(
     inputs = Inputs(q, k, v, None, sinks, rng_state, cu_seqlens_q, cu_seqlens_k)
     problem = describe_inputs(inputs, CallOptions(*options), (max_seqlen_q, max_seqlen_k))
     out, lse, *_ = backends.choose(problem).forward(inputs, problem)
-    return out, lse
+    return no_view(out), lse
 
 
 def _attention_varlen_backward(

@@ -1074,3 +1074,23 @@ def with_own_forward() -> nn.Module:
 def test_from_torch_refuses_what_it_would_change(module: Any) -> None:
     with pytest.raises(TypeError, match=f"module is {type(module).__name__}"):
         MultiheadAttention.from_torch(module)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_training_on_tensors_made_in_inference_mode(kind: str, need_weights: bool) -> None:
+    """Features of a frozen model, and masks, which autograd cannot save; stock copies them."""
+    module = MultiheadAttention(32, 4, batch_first=True)
+    with torch.inference_mode():
+        memory, padding = torch.randn(2, 7, 32) * 1, torch.arange(7) >= torch.tensor([[7], [4]])
+    query = memory if kind == "self" else torch.randn(2, 5, 32)
+
+    def gradients(query: Tensor, memory: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
+        out = module(query, memory, memory, key_padding_mask=padding, need_weights=need_weights)[0]
+        return torch.autograd.grad(out.square().sum(), list(module.parameters()))
+
+    copies = {id(x): x.clone() for x in (query, memory, padding)}
+    expected = gradients(*(copies[id(x)] for x in (query, memory, padding)))
+    for _ in range(2):
+        for own, other in zip(gradients(query, memory, padding), expected, strict=True):
+            torch.testing.assert_close(own, other)

@@ -116,12 +116,16 @@ class Compiled(OnTargets):
         return CompiledDqSums(self, q, saved)
 
     def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
-        return self._weigh(saved, inputs, problem, saved.average_heads)
+        return self._launch_weights(saved, inputs, problem, saved.average_heads)
 
     def weights_backward(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> WeightsGradients:
-        return weights_launch.backward(saved, inputs, problem, partial(self._weigh, average_heads=False))
+        return weights_launch.backward(
+            saved, inputs, problem, partial(self._launch_weights, average_heads=False)
+        )
 
-    def _weigh(self, saved: SavedWeights, inputs: Inputs, problem: Problem, average_heads: bool) -> Tensor:
+    def _launch_weights(
+        self, saved: SavedWeights, inputs: Inputs, problem: Problem, average_heads: bool
+    ) -> Tensor:
         q, k = readable(inputs.q), readable(inputs.k)
         allocator = allocator_like(q)
         shape = weights_launch.shape_of(problem, average_heads)

@@ -97,11 +97,13 @@ def sequence(
     return launch
 
 
-Weigh = Callable[[SavedWeights, Inputs, Problem], Tensor]
+WeightsKernelLaunch = Callable[[SavedWeights, Inputs, Problem], Tensor]
 """Function that launches the kernel of each head's weights, (B, Hq, Sq, Sk)."""
 
 
-def backward(saved: SavedWeights, inputs: Inputs, problem: Problem, weigh: Weigh) -> WeightsGradients:
+def backward(
+    saved: SavedWeights, inputs: Inputs, problem: Problem, launch_weights: WeightsKernelLaunch
+) -> WeightsGradients:
     """Gradients of the weights, in q's dtype as stock attention computes them, some batch entries at a time.
 
     ds = w * (dw - rowsum(w * dw));   dq = scale * ds k;   dk = scale * ds^T q
@@ -120,11 +122,11 @@ def backward(saved: SavedWeights, inputs: Inputs, problem: Problem, weigh: Weigh
         lse_low = None if saved.lse_low is None else saved.lse_low[at]
         own = saved._replace(lse=saved.lse[at], lse_low=lse_low)
         of_part = problem._replace(extent=problem.extent._replace(B=at.stop - at.start))
-        weights = weigh(own, part, _without_dropout(of_part))
+        weights = launch_weights(own, part, _without_dropout(of_part))
         dw = saved.dweights[at]
         dw = (dw[:, None] / Hq if saved.average_heads else dw).expand_as(weights)
         if problem.spec.dropout:
-            kept = weigh(own, part, of_part)
+            kept = launch_weights(own, part, of_part)
             # A kept weight of 0 has no gradient, whatever becomes of dw.
             dw = torch.where(kept != 0, dw / (1.0 - problem.dropout_p), 0.0)
         if inputs.sinks is not None:
