@@ -12,7 +12,7 @@ from ..reference import at_once, sinks, tiled, weights
 from ..reference.weights import WeightsGradients
 from . import sequences
 from .base import SEQUENCE_FIRST, CallsTorch, Grads, Launch, Results, Views, WeightsLaunch
-from .scoring import scoring
+from .scoring import low_of, scoring
 
 
 class Tiled(CallsTorch):
@@ -35,14 +35,11 @@ class Tiled(CallsTorch):
             return sequences.backward(saved, inputs, problem, lambda dense: self)
         given = saved.dout, saved.dlse, inputs.q, inputs.k, inputs.v, saved.out, saved.lse
         scores = scoring(inputs, problem)
-        if inputs.sinks is None and not saved.mask_grad and at_once.is_small(inputs.q, inputs.k, scores):
-            return Grads(*at_once.backward(*given, saved.lse_low, scores))
-        grads = tiled.backward(
-            *given,
-            scores,
-            mask_grad=saved.mask_grad,
-            lse_low=saved.lse_low,
-        )
+        mask_grad, low = saved.mask_grad, saved.lse_low
+        if inputs.sinks is None and at_once.is_small(inputs.q, inputs.k, scores):
+            grads = at_once.backward(*given, low, scores, mask_grad=mask_grad)
+        else:
+            grads = tiled.backward(*given, scores, mask_grad=mask_grad, lse_low=low)
         return Grads(grads.dq, grads.dk, grads.dv, grads.dmask, sinks_gradient(saved, inputs))
 
     def weights(self, saved: SavedWeights, inputs: Inputs, problem: Problem) -> Tensor:
@@ -92,6 +89,20 @@ def prepare_both(inputs: Inputs, problem: Problem, average_heads: bool) -> Launc
         return Results(*at_once.forward(q, k, v, scoring(inputs, problem), average_heads))
 
     return launch
+
+
+def backward_of_both(saved: Saved, dweights: Tensor, inputs: Inputs, problem: Problem) -> Grads | None:
+    """Gradients of small calls on a CPU that returned output and weights, whose gradient is `dweights`; None
+    of other calls.
+    """
+    q, k, v, *_ = inputs
+    scores = scoring(inputs, problem)
+    if problem.spec.varlen or inputs.sinks is not None or not at_once.is_small(q, k, scores):
+        return None
+    dout, dlse, out, lse, mask_grad, low = saved
+    low = low_of(lse, inputs, problem) if low is None else low
+    grads = at_once.backward(dout, dlse, q, k, v, out, lse, low, scores, dweights, mask_grad)
+    return Grads(grads.dq, grads.dk, grads.dv, grads.dmask)
 
 
 def sinks_gradient(saved: Saved, inputs: Inputs) -> Tensor | None:

@@ -20,13 +20,14 @@ from torch.compiler import is_dynamo_compiling
 
 from ..backends import ALIGNMENT, BackwardLaunch, Launch
 from ..backends.base import Views
+from ..backends.tiled import backward_of_both
 from ..backends.views import no_view
 from ..ops import autograd
 from ..ops.impl import backward_of
 from ..problem import CallOptions, Inputs, Problem, Saved
 from . import recent
 from .calls import Door, FastCall, Returned
-from .conditions import guards_would_miss, guards_would_see, prepares
+from .conditions import guards_would_miss, guards_would_see, must_take_slow_path, prepares
 
 _MOST = 64
 """Combinations of strides to remember per signature of the forward."""
@@ -202,6 +203,11 @@ def _slow(
         out, dout = out.transpose(1, 2), None if dout is None else dout.transpose(1, 2)
     dlse, *of_weights = more or (None,)
     dweights = of_weights[0] if of_weights else None
+    if dout is not None and dweights is not None and not is_grad_enabled() and not must_take_slow_path():
+        inputs = call.inputs(tensors)
+        both = backward_of_both(Saved(dout, dlse, out, lse, lse_low=low), dweights, inputs, call.problem)
+        if both is not None:
+            return *[x.transpose(1, 2) if heads_first else x for x in both[:3]], None
     grads: list[Tensor | None] = [None] * 4
     scored_by = sinks, rng_state
     if dout is not None or dlse is not None or dweights is None:

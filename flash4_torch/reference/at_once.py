@@ -7,6 +7,7 @@ calls into torch cost more than memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from ..problem import has_float_mask
 from .dropout import Dropout
 from .host import bias_of
 from .scoring import Scoring, mask_tile, working_dtype
-from .tiled import blocks, exp_, is_faithful
+from .tiled import Gradients, blocks, exp_, is_faithful
 
 _MOST = 1 << 21
 """Scores held at once, in float32 8 MiB."""
@@ -170,16 +171,33 @@ class _Given(NamedTuple):
     out: Tensor
     lse: Tensor
     lse_low: Tensor | None
+    dweights: Tensor | None
+    """Gradient of the weights, (B, H or 1, Sq, Sk)."""
+    mask: Tensor | None
+    dmask: Tensor | None
+    """Sums to which the mask's gradient is added, in its shape."""
 
     def of_entries(self, at: slice) -> _Given:
-        tensors: Any = (None if x is None else x[at] for x in self)
-        return _Given(*tensors)
+        return self._map(lambda x: x[at], lambda x: x if len(x) == 1 else x[at])
 
     def of_heads(self, at: slice) -> _Given:
-        """Numbers of rows (B, H, S) have the heads before the sequence, as rows (B, S, H, D) have not."""
-        places = {3: (slice(None), at), 4: (slice(None), slice(None), at)}
-        tensors: Any = (None if x is None else x[places[x.dim()]] for x in self)
-        return _Given(*tensors)
+        def of_scores(x: Tensor) -> Tensor:
+            return x if x.shape[1] == 1 else x[:, at]
+
+        return self._map(lambda x: x[:, :, at], of_scores, of_scores)
+
+    def _map(
+        self,
+        of_rows: Callable[[Tensor], Tensor],
+        of_masks: Callable[[Tensor], Tensor],
+        of_scores: Callable[[Tensor], Tensor] | None = None,
+    ) -> _Given:
+        """The tensors (B, S, H, D) by one function, those of masks by another, and those of scores."""
+        dout, dlse, q, k, v, out, *scored, mask, dmask = self
+        made: Any = [of_rows(x) for x in (dout, q, k, v, out)]
+        others: Any = [None if x is None else (of_scores or of_rows)(x) for x in (dlse, *scored)]
+        masks: Any = [None if x is None else of_masks(x) for x in (mask, dmask)]
+        return _Given(made[0], others[0], *made[1:], *others[1:], *masks)
 
 
 def backward(
@@ -192,38 +210,45 @@ def backward(
     lse: Tensor,
     lse_low: Tensor | None,
     scoring: Scoring,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of `tiled.backward`, in the inputs' dtypes."""
-    given = _Given(dout, dlse, q, k, v, out, lse, lse_low)
-    (B, Sq, Hq, _), Sk = q.shape, k.shape[1]
+    dweights: Tensor | None = None,
+    mask_grad: bool = False,
+) -> Gradients:
+    """`tiled.backward`, and of the weights that `forward` returned at the same time.
+
+    dweights: the gradient of the weights, (B, Hq, Sq, Sk), or (B, Sq, Sk) if they are averaged.
+    """
+    (B, Sq, Hq, _), Sk, work = q.shape, k.shape[1], working_dtype(q.dtype)
     size, mask = _MOST // (Hq * Sq * Sk), scoring.attn_mask
+    dmask = torch.zeros_like(mask, dtype=work) if mask_grad and mask is not None else None
     if mask is not None and mask.numel() <= _MOST_IN_BACKWARD:
-        # Once, and not for each part.
-        scoring = scoring._replace(attn_mask=_bias(mask, working_dtype(q.dtype)))
+        mask = _bias(mask, work)  # once, and not for each part
+    if dweights is not None:
+        is_average = dweights.dim() == 3
+        dweights = dweights[:, None].to(work) / Hq if is_average else dweights.to(work)
+    given = _Given(dout, dlse, q, k, v, out, lse, lse_low, dweights, mask, dmask)
     if B <= size:
-        return _backward(given, scoring, B, range(B))
-    parts = (
-        _backward(given.of_entries(slice(batch.start, batch.stop)), scoring, B, batch)
-        for batch in blocks(range(B), size)
-    )
-    dq, dk, dv = (torch.cat(x) for x in zip(*parts, strict=True))
-    return dq, dk, dv
+        dq, dk, dv = _backward(given, scoring, B, range(B))
+    else:
+        parts = (
+            _backward(given.of_entries(slice(batch.start, batch.stop)), scoring, B, batch)
+            for batch in blocks(range(B), size)
+        )
+        dq, dk, dv = (torch.cat(x) for x in zip(*parts, strict=True))
+    return Gradients(dq, dk, dv, None if dmask is None or mask is None else dmask.to(mask.dtype))
 
 
 def _backward(given: _Given, scoring: Scoring, B: int, batch: range) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` of some of B batch entries, some heads at a time: fresh memory of many MiB would cost its
     page faults in each call. Dropout counts all heads.
     """
-    q, k, v, mask = given.q, given.k, given.v, scoring.attn_mask
+    q, k, v = given.q, given.k, given.v
     heads, some = q.shape[2], max(1, _MOST_IN_BACKWARD // (len(batch) * q.shape[1] * k.shape[1]))
     if scoring.dropout is not None or some >= heads:
         return _backward_of_heads(given, scoring, B, batch)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for part in blocks(range(heads), some):
-        at, own = slice(part.start, part.stop), scoring
-        if mask is not None and mask.shape[1] > 1:
-            own = scoring._replace(attn_mask=mask[:, at])
-        dq[:, :, at], dk[:, :, at], dv[:, :, at] = _backward_of_heads(given.of_heads(at), own, B, batch)
+        at = slice(part.start, part.stop)
+        dq[:, :, at], dk[:, :, at], dv[:, :, at] = _backward_of_heads(given.of_heads(at), scoring, B, batch)
     return dq, dk, dv
 
 
@@ -232,11 +257,12 @@ def _backward_of_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of some heads.
 
-    dv = w^T dout;   ds = scale * w * (dout v^T - rowsum(dout * out) + dlse);   dq = ds k;   dk = ds^T q
+    dv = w^T dout;   dq = scale * ds k;   dk = scale * ds^T q;   dmask = ds
+    ds = w * (dout v^T + dweights - rowsum(dout * out) - rowsum(w * dweights) + dlse)
     """
-    dout, dlse, q, k, v, out, lse, lse_low = given
+    dout, dlse, q, k, v, out, lse, lse_low, dweights, mask, dmask = given
     dtype, products, work = q.dtype, _products(q, k), working_dtype(q.dtype)
-    logs, biased = _scores(q, k, scoring, batch)
+    logs, biased = _scores(q, k, scoring._replace(attn_mask=mask), range(len(q)))
     ds = dout.to(work).transpose(1, 2) @ v.to(work).permute(0, 2, 3, 1)
     if dtype != products:
         dout, q, k = dout.to(products), q.to(products), k.to(products)
@@ -247,6 +273,8 @@ def _backward_of_heads(
     weights = exp_(logs) if biased else logs.exp_()
     dout_rows = dout.transpose(1, 2)
     applied = weights
+    if dweights is not None:
+        ds += dweights
     if scoring.dropout is not None:
         factors = _factors(scoring.dropout, weights, B, batch)
         ds *= factors
@@ -254,7 +282,12 @@ def _backward_of_heads(
     delta = (dout.to(work) * out).sum(-1).transpose(1, 2)
     if dlse is not None:
         delta = delta - dlse
-    ds.sub_(delta[..., None]).mul_(weights).mul_(scoring.scale)
+    if dweights is not None:
+        delta = delta + (applied * dweights).sum(-1)
+    ds.sub_(delta[..., None]).mul_(weights)
+    if dmask is not None:
+        dmask += ds.sum_to_size(dmask.shape)
+    ds.mul_(scoring.scale)
     ds, applied = ds.to(products), applied.to(products)
     dv = applied.transpose(2, 3) @ dout_rows
     dq, dk = ds @ k.transpose(1, 2), ds.transpose(2, 3) @ q.transpose(1, 2)

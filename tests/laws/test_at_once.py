@@ -43,7 +43,7 @@ def test_parts_of_a_batch_equal_tiles(
     generator = torch.Generator().manual_seed(sum(sizes))
     q, k, v = (torch.randn(B, S, H, 4, generator=generator, dtype=torch.float64) for S in (Sq, Sk, Sk))
     seen = torch.rand(B, H if of_heads else 1, Sq, Sk, generator=generator) < 0.5
-    added = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+    added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill_(~seen, -torch.inf)
     dropout = None if p is None else Dropout(torch.tensor([5, 7]), p)
     scoring = Scoring(0.4, band, 0.0, {"": None, "bool": seen, "float": added}[mask], dropout)
     assert at_once.is_small(q, k, scoring)
@@ -59,11 +59,22 @@ def test_parts_of_a_batch_equal_tiles(
     dout, dlse = torch.randn_like(out), torch.randn_like(lse) if average else None
     given = dout, dlse, q, k, v, out, lse
     with mock.patch.multiple(at_once, _MOST=entries * Sq * Sk * H, _MOST_IN_BACKWARD=in_backward):
-        grads = at_once.backward(*given, low, scoring)
-    tiles = tiled.backward(*given, scoring, lse_low=low)
-    for actual, expected in zip(grads, (tiles.dq, tiles.dk, tiles.dv), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-        assert actual.is_contiguous()
+        assert found.weights is not None
+        dweights, wants = torch.randn_like(found.weights), mask == "float"
+        grads = at_once.backward(*given, low, scoring, mask_grad=wants)
+        together = at_once.backward(*given, low, scoring, dweights, wants)
+    tiles = tiled.backward(*given, scoring, lse_low=low, mask_grad=wants)
+    of_weights = weights.backward(dweights, q, k, lse, low, scoring, average, wants)
+    for name in ("dq", "dk", "dv", "dmask"):
+        alone, both, expected = (getattr(x, name) for x in (grads, together, tiles))
+        assert (alone is None) == (both is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(alone, expected, rtol=1e-10, atol=1e-10)
+            more = getattr(of_weights, name, None)
+            torch.testing.assert_close(
+                both, expected if more is None else expected + more, rtol=1e-9, atol=1e-9
+            )
+            assert alone.is_contiguous() and both.is_contiguous()
 
 
 @given(
@@ -100,7 +111,7 @@ def test_results_in_16_bits_are_as_exact_as_torchs(
         ):
             out, lse, low, _ = at_once.forward(q, k, v, scoring)
             grads = at_once.backward(dout, None, q, k, v, out, lse, low, scoring)
-        for x, e, p in zip((out, *grads), exact, peer, strict=True):
+        for x, e, p in zip((out, grads.dq, grads.dk, grads.dv), exact, peer, strict=True):
             assert x.dtype == dtype
             assert_close_as_peer(x, e, p)
 

@@ -17,6 +17,7 @@ import flash4_torch
 from everything import examples
 from flash4_torch import testing
 from flash4_torch.errors import DoubleBackwardError
+from flash4_torch.fast_path import gradients
 from flash4_torch.nn import prepared
 from flash4_torch.nn.contract import Call
 from live_bytes import can_be_counted, peak_of
@@ -312,3 +313,33 @@ def test_parametrised_weights_are_read_anew(of_out: bool) -> None:
     for _ in range(2):
         for actual, expected in zip(ours(x, x, x), stock(x, x, x), strict=True):
             torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("masked", ["", "bool", "float"])
+def test_gradients_of_output_and_weights_are_made_together(
+    average: bool, dropout: float, masked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cross-attention on a CPU: what one backward gives are the sums of both operators'."""
+    attention = module(dtype=torch.float64, dropout=dropout)
+    x, memory = (torch.randn(N, n, E, dtype=torch.float64).requires_grad_() for n in (S, 7))
+    hidden = torch.rand(N * H, S, 7) < 0.3
+    mask = {"": None, "bool": hidden, "float": hidden.double() * -90.0}[masked]
+    calls: list[Any] = []
+
+    def step() -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        options = {"attn_mask": mask, "average_attn_weights": average}
+        out, weights = attention(x, memory, memory, **options)
+        loss = (out * out).sum() + (weights * weights).sum()
+        return torch.autograd.grad(loss, (x, memory, *attention.parameters()))
+
+    step()  # which the operators serve, if anything has to be prepared
+    together = gradients.backward_of_both
+    monkeypatch.setattr(gradients, "backward_of_both", lambda *args: calls.append(args) or together(*args))
+    found = step()
+    assert len(calls) == 1
+    monkeypatch.setattr(gradients, "backward_of_both", lambda *args: None)
+    for own, expected in zip(found, step(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-10)
