@@ -196,14 +196,15 @@ def _prepared(
 ) -> FastCall | None:
     mask = inputs.attn_mask
     wants_grad = call[_WANTS_GRAD]
-    if wants_grad and mask is not None and mask.requires_grad:
+    mask_grad = wants_grad and mask is not None and mask.requires_grad
+    if mask_grad and (returned.average_heads is None or not inputs.q.is_cpu):
         return None
     problem = describe_inputs(inputs, options, max_seqlens)
     launch = _launch(problem, inputs, door.order, returned.average_heads)
     if launch is None:
         return None
     if wants_grad:
-        return FastAutograd(door, launch, options, inputs, returned, problem)
+        return FastAutograd(door, launch, options, inputs, returned, problem, mask_grad)
     return FastCall(door, launch, options, inputs, returned)
 
 

@@ -118,7 +118,7 @@ class Backwards(ABC):
 class FastAutograd(FastCall, Backwards):
     """The calls of one signature, forward and backward."""
 
-    __slots__ = ("backwards", "door", "options", "problem", "recent", "returned", "seen")
+    __slots__ = ("backwards", "door", "mask_grad", "options", "problem", "recent", "returned", "seen")
     is_recorded = True
 
     def __init__(
@@ -129,13 +129,19 @@ class FastAutograd(FastCall, Backwards):
         inputs: Inputs,
         returned: Returned,
         problem: Problem,
+        mask_grad: bool = False,
     ):
         super().__init__(door, launch, options, inputs, returned)
         self.backwards, self.recent = {}, []
         self.door, self.options, self.returned, self.problem = door, options, returned, problem
+        self.mask_grad = mask_grad
         self.seen = Views.of(inputs, door.order)
         apply = _dense if returned.average_heads is None else _with_weights
         self.run = partial(_varlen if door.varlen else apply, self)
+
+    def lookup(self, dout: Any, more: Grads) -> tuple[Strides | None, BackwardLaunch | None]:
+        """As of all backwards; none is prepared with a gradient of the mask."""
+        return (None, None) if self.mask_grad else super().lookup(dout, more)
 
     def inputs(self, tensors: Tensors) -> Inputs:
         """The tensors of a call as the operators take them."""
@@ -181,10 +187,11 @@ def _forward(ctx: Any, call: FastAutograd, q: Tensor, k: Tensor, v: Tensor, *oth
 
 def _backward(ctx: Any, dout: Tensor | None, *more: Tensor | None) -> Grads:
     call: FastAutograd = ctx.call
-    dq, dk, dv, dsinks = call.gradients(dout, more, ctx.saved_tensors)
+    dq, dk, dv, dsinks, *of_mask = call.gradients(dout, more, ctx.saved_tensors)
     if call.door.varlen:
         return None, dq, dk, dv, None, None, dsinks
-    return None, dq, dk, dv, None, dsinks
+    dmask = of_mask[0].view_as(ctx.saved_tensors[6]) if call.mask_grad else None
+    return None, dq, dk, dv, dmask, dsinks
 
 
 def _slow(
@@ -196,7 +203,7 @@ def _slow(
     low: Tensor | None,
     tensors: Tensors,
 ) -> Grads:
-    """Gradients of q, k, v and the sinks by the operators."""
+    """Gradients of q, k, v, the sinks and the mask by the operators, or all at once."""
     q, k, v, mask, sinks, rng_state, ends_q, ends_k, _ = call.inputs(tensors)
     heads_first, out_heads_first = call.door.order
     if out_heads_first:
@@ -205,10 +212,11 @@ def _slow(
     dweights = of_weights[0] if of_weights else None
     if dout is not None and dweights is not None and not is_grad_enabled() and not must_take_slow_path():
         inputs = call.inputs(tensors)
-        both = backward_of_both(Saved(dout, dlse, out, lse, lse_low=low), dweights, inputs, call.problem)
+        saved = Saved(dout, dlse, out, lse, call.mask_grad, low)
+        both = backward_of_both(saved, dweights, inputs, call.problem)
         if both is not None:
-            return *[x.transpose(1, 2) if heads_first else x for x in both[:3]], None
-    grads: list[Tensor | None] = [None] * 4
+            return *[x.transpose(1, 2) if heads_first else x for x in both[:3]], None, both.dmask
+    grads: list[Tensor | None] = [None] * 5
     scored_by = sinks, rng_state
     if dout is not None or dlse is not None or dweights is None:
         given = torch.zeros_like(out) if dout is None else dout
@@ -218,11 +226,11 @@ def _slow(
             grads = [*autograd.attention_varlen_backward(*before, *sequences, *call.options)]
         else:
             masked_by = low, mask, *scored_by
-            found = autograd.attention_backward(*before, *masked_by, *call.options, False)
-            grads = [*found[:3], found[4]]
+            found = autograd.attention_backward(*before, *masked_by, *call.options, call.mask_grad)
+            grads = [*found[:3], found[4], found[3]]
     if dweights is not None:
         *scores, _ = call.options
-        dq, dk, _, dsinks = autograd.attention_weights_backward(
+        dq, dk, dmask, dsinks = autograd.attention_weights_backward(
             dweights,
             q,
             k,
@@ -232,11 +240,11 @@ def _slow(
             *scored_by,
             *scores,
             bool(call.returned.average_heads),
-            False,
+            call.mask_grad,
         )
-        grads = [_sum(a, b) for a, b in zip(grads, (dq, dk, None, dsinks), strict=True)]
+        grads = [_sum(a, b) for a, b in zip(grads, (dq, dk, None, dsinks, dmask), strict=True)]
     dqkv = [None if x is None else x.transpose(1, 2) for x in grads[:3]] if heads_first else grads[:3]
-    return *dqkv, None if sinks is None else grads[3]
+    return *dqkv, None if sinks is None else grads[3], grads[4] if call.mask_grad else None
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -113,8 +113,9 @@ def append_kvcache(
         cu_seqlens: (B + 1,), int32, with seqused_k and packed k: sequence b has tokens cu_seqlens[b] to
             cu_seqlens[b + 1] - 1. Tokens after the last sequence are skipped.
         q: the tokens' queries, (T, Hq, D) or (B, S, Hq, D), of k's dtype, to be rotated.
-        positions: (T,) or (B, S), int32 or int64: rows of cos and sin, clamped to those that exist. Default:
-            the tokens' places among the keys of their sequences, which slot_mapping does not tell.
+        positions: (T,) or (B, S), int32 or int64: rows of cos and sin. One that does not exist is clamped on
+            a GPU, and a RangeError on a CPU. Default: the tokens' places among the keys of their sequences,
+            which slot_mapping does not tell.
         cos: (positions, R / 2), of k's dtype or float32, any strides. The first R columns of keys and queries
             are rotated, R <= D. Default: none.
         sin: the same.

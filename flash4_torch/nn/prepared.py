@@ -217,8 +217,8 @@ def record(
     if attention is None:
         return None
     wants_grad: bool = signature[_WANTS_GRAD]
-    if wants_grad and not isinstance(attention, FastAutograd):
-        return None  # only the output projection has gradients
+    if wants_grad and (not isinstance(attention, FastAutograd) or attention.mask_grad):
+        return None  # only the output projection has gradients, or a mask has one
     is_fused = not wants_grad and fused.serves(module, call)
     found = Prepared(attention, module.num_heads, module.batch_first, reads_attn_mask, wants_grad, is_fused)
     _keep(signature, found)

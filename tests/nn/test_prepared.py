@@ -317,7 +317,7 @@ def test_parametrised_weights_are_read_anew(of_out: bool) -> None:
 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("masked", ["", "bool", "float"])
+@pytest.mark.parametrize("masked", ["", "bool", "float", "learned"])
 def test_gradients_of_output_and_weights_are_made_together(
     average: bool, dropout: float, masked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,7 +325,10 @@ def test_gradients_of_output_and_weights_are_made_together(
     attention = module(dtype=torch.float64, dropout=dropout)
     x, memory = (torch.randn(N, n, E, dtype=torch.float64).requires_grad_() for n in (S, 7))
     hidden = torch.rand(N * H, S, 7) < 0.3
-    mask = {"": None, "bool": hidden, "float": hidden.double() * -90.0}[masked]
+    mask = {"": None, "bool": hidden}.get(
+        masked, (hidden.double() * -90.0).requires_grad_(masked == "learned")
+    )
+    leaves = [x, memory, *attention.parameters(), *([mask] if masked == "learned" else [])]
     calls: list[Any] = []
 
     def step() -> tuple[Tensor, ...]:
@@ -333,7 +336,7 @@ def test_gradients_of_output_and_weights_are_made_together(
         options = {"attn_mask": mask, "average_attn_weights": average}
         out, weights = attention(x, memory, memory, **options)
         loss = (out * out).sum() + (weights * weights).sum()
-        return torch.autograd.grad(loss, (x, memory, *attention.parameters()))
+        return torch.autograd.grad(loss, leaves)
 
     step()  # which the operators serve, if anything has to be prepared
     together = gradients.backward_of_both
