@@ -419,13 +419,12 @@ class _Translation:
 
     def _compare(self, op: str) -> Lane:
         dtype = torch.result_type(*(_example(x) for x in self.args[:2]))
-        for place, x in enumerate(self.args[:2]):
-            if isinstance(x, Number) and _is_beyond(x.value, dtype):
-                # As of a window without an end: `q_idx - kv_idx < sys.maxsize`.
-                is_above = (x.value > 0) == (place == 1)
-                holds = _BEYOND.get(op, (op == "ne",) * 2)[not is_above]
-                known = self.builder.number(Number(holds, torch.bool), torch.bool)
-                return self._add("expand", [known])
+        other = self.args[1]
+        if isinstance(other, Number) and _is_beyond(other.value, dtype):
+            # As of a window without an end: `q_idx - kv_idx < sys.maxsize`.
+            holds = _BEYOND.get(op, (op == "ne",) * 2)[other.value < 0]
+            known = self.builder.number(Number(holds, torch.bool), torch.bool)
+            return self._add("expand", [known])
         return self._add(op, [self.lane(0, dtype), self.lane(1, dtype)])
 
     def _where(self) -> Lane:

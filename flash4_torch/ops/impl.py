@@ -139,7 +139,7 @@ def _attention_varlen(
     inputs = Inputs(q, k, v, None, sinks, rng_state, cu_seqlens_q, cu_seqlens_k)
     problem = describe_inputs(inputs, CallOptions(*options), (max_seqlen_q, max_seqlen_k))
     out, lse, *_ = backends.choose(problem).forward(inputs, problem)
-    return no_view(out), lse
+    return out, lse
 
 
 def _attention_varlen_backward(

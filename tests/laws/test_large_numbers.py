@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flash4_torch
 from everything import EVERYTHING, one_of
-from flash4_torch import testing
+from flash4_torch import fast_path, testing
 
 ARCHS = ("sm_90a", "sm_100a")
 HAS_COMPILER = importlib.util.find_spec("cutlass") is not None
@@ -151,6 +151,37 @@ def test_blocks_that_a_float_mask_leaves_alone(arch: str, hidden: float) -> None
 @given(call=masked_calls(may_be_causal=EVERYTHING))
 def test_finite_masks_of_any_size_in_kernels(arch: str, call: Call) -> None:
     check_masked(arch, call)
+
+
+@pytest.mark.parametrize("form", ["rows in place", "columns apart", "weights too", "in a graph"])
+@pytest.mark.parametrize("size", [100.0, 1e5, 1e9])
+def test_later_calls_have_the_gradients_of_the_first(size: float, form: str) -> None:
+    """The first ones, by the operators, save the rounding error of lse; the others find it later."""
+    fast_path.clear()
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 33, 2, 16) for _ in range(4))
+    if form == "columns apart":
+        q, k, v = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v))
+    leaves, mask = [x.requires_grad_() for x in (q, k, v)], torch.randn(33, 33) + size
+    module = flash4_torch.MultiheadAttention(32, 2, batch_first=True)
+    direct, rules = torch.ops.flash4, (None, None, 0.25, None, None, 0.0, 0.0, False)
+
+    def gradients() -> tuple[Tensor, ...]:
+        if form == "weights too":
+            x, memory = q[:, :20].flatten(2), k.flatten(2)
+            out, weights = module(x, memory, memory, attn_mask=mask[:20])
+            return torch.autograd.grad(out.sin().sum() + weights.square().sum(), leaves[:2])
+        if form == "in a graph":
+            tensors = [x.detach() for x in leaves]
+            out, lse, low = direct.direct_attention(*tensors, mask[None, None], *rules)
+            given = dout, None, *tensors, out, lse, low, mask[None, None]
+            return direct.direct_attention_backward(*given, *rules, False)[:3]
+        return torch.autograd.grad(flash4_torch.attention(*leaves, attn_mask=mask), leaves, dout)
+
+    first = gradients()
+    for _ in range(3):
+        for own, expected in zip(gradients(), first, strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
