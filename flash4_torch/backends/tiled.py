@@ -12,7 +12,7 @@ from ..reference import at_once, sinks, tiled, weights
 from ..reference.weights import WeightsGradients
 from . import sequences
 from .base import SEQUENCE_FIRST, CallsTorch, Grads, Launch, Results, Views, WeightsLaunch
-from .scoring import low_of, scoring
+from .scoring import scoring
 
 
 class Tiled(CallsTorch):
@@ -100,7 +100,6 @@ def backward_of_both(saved: Saved, dweights: Tensor, inputs: Inputs, problem: Pr
     if problem.spec.varlen or inputs.sinks is not None or not at_once.is_small(q, k, scores):
         return None
     dout, dlse, out, lse, mask_grad, low = saved
-    low = low_of(lse, inputs, problem) if low is None else low
     grads = at_once.backward(dout, dlse, q, k, v, out, lse, low, scores, dweights, mask_grad)
     return Grads(grads.dq, grads.dk, grads.dv, grads.dmask)
 

@@ -153,7 +153,7 @@ def test_finite_masks_of_any_size_in_kernels(arch: str, call: Call) -> None:
     check_masked(arch, call)
 
 
-@pytest.mark.parametrize("form", ["rows in place", "columns apart", "weights too", "in a graph"])
+@pytest.mark.parametrize("form", ["in place", "columns apart", "dout apart", "weights too", "in a graph"])
 @pytest.mark.parametrize("size", [100.0, 1e5, 1e9])
 def test_later_calls_have_the_gradients_of_the_first(size: float, form: str) -> None:
     """The first ones, by the operators, save the rounding error of lse; the others find it later."""
@@ -162,6 +162,8 @@ def test_later_calls_have_the_gradients_of_the_first(size: float, form: str) -> 
     q, k, v, dout = (torch.randn(2, 33, 2, 16) for _ in range(4))
     if form == "columns apart":
         q, k, v = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v))
+    if form == "dout apart":
+        dout = dout.transpose(1, 3).contiguous().transpose(1, 3)
     leaves, mask = [x.requires_grad_() for x in (q, k, v)], torch.randn(33, 33) + size
     module = flash4_torch.MultiheadAttention(32, 2, batch_first=True)
     direct, rules = torch.ops.flash4, (None, None, 0.25, None, None, 0.0, 0.0, False)
