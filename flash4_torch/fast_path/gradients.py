@@ -140,7 +140,7 @@ class FastAutograd(FastCall, Backwards):
         self.run = partial(_varlen if door.varlen else apply, self)
 
     def lookup(self, dout: Any, more: Grads) -> tuple[Strides | None, BackwardLaunch | None]:
-        """As of all backwards; none is prepared with a gradient of the mask."""
+        """Backwards with a gradient of the mask are not prepared."""
         return (None, None) if self.mask_grad else super().lookup(dout, more)
 
     def inputs(self, tensors: Tensors) -> Inputs:

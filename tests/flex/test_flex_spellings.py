@@ -152,7 +152,7 @@ def test_indices_beside_numbers_of_more_bits(seen: Mod) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_of_float64_beside_other_scores(dtype: torch.dtype) -> None:
-    """As numpy makes them: the gradient of a score has the score's dtype."""
+    """NumPy makes such numbers; the gradient of a score has the score's dtype."""
     q, k, v = (torch.randn(1, H, S, 8, dtype=dtype).requires_grad_() for S in (SQ, SK, SK))
     slopes = torch.linspace(0.1, 0.5, H, dtype=torch.float64).requires_grad_()
 

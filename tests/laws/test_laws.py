@@ -246,7 +246,7 @@ def test_varlen_is_a_loop(problem: tuple[list[int], list[int], dict[str, Any]], 
 @pytest.mark.parametrize("shape", [(2, 60, 4), (1, 60, 1), (2, 1, 4), (1, 1, 1)])
 @pytest.mark.parametrize("how", ["plain", "masked", "dropout", "window", "varlen", "SDPA", "flex"])
 def test_results_may_be_changed_in_place(how: str, shape: tuple[int, int, int]) -> None:
-    """As torch's may; the first call of a kind goes another way than later ones."""
+    """Torch's may, too; the first call of a kind goes another way than later ones."""
     B, S, H = shape
     q, k, v = (x.requires_grad_() for x in torch.randn(3, B, S, H, 16).unbind(0))
     heads_first, packed = [x.transpose(1, 2) for x in (q, k, v)], [x.flatten(0, 1) for x in (q, k, v)]
