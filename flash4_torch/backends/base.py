@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..problem import Inputs, Problem, Saved, SavedWeights
 from ..reference.weights import WeightsGradients
-from .scoring import low_of
+from .scoring import known_low
 from .views import Layout
 
 
@@ -20,7 +20,7 @@ class Results(NamedTuple):
     lse: Tensor
     lse_low: Tensor | None = None
     """Rounding error of lse, with a floating attn_mask: lse + lse_low is exact to twice the digits. From a
-    launch it may be None: `scoring.low_of` finds it if there is a backward."""
+    launch it may be None; `scoring.known_low` knows what that says."""
     weights: Tensor | None = None
     """Attention weights, if the launch was prepared with them."""
 
@@ -232,7 +232,7 @@ class CallsTorch:
             if order.out_heads_first:
                 dout, out = dout.transpose(1, 2), out.transpose(1, 2)
             inputs = seen(*tensors)
-            low = low_of(lse, inputs, problem) if low is None else low
+            low = known_low(low, lse, inputs, problem)
             found = self.backward(Saved(dout, None, out, lse, False, low), inputs, problem)
             dq, dk, dv = (x.transpose(1, 2) if order.heads_first else x for x in found[:3])
             return dq, dk, dv, found.dsinks

@@ -27,7 +27,7 @@ from .base import (
     WithoutWeights,
 )
 from .compiled.tensors import contiguous_strides
-from .scoring import low_of, scoring
+from .scoring import known_low, scoring
 from .tiled import Tiled, prepare_both, sinks_gradient
 from .views import Layout, view
 
@@ -164,8 +164,8 @@ class Cpu(CallsTorch, WithoutWeights):
             attn_mask: Tensor | None = None,
             *others: None,
         ) -> tuple[Any, ...]:
-            if low is None and attn_mask is not None:
-                low = low_of(lse, seen(q, k, v, attn_mask), problem)
+            if attn_mask is not None:
+                low = known_low(low, lse, seen(q, k, v, attn_mask), problem)
             if not out_heads_first:
                 dout, out = view(dout, *dout_layout), view(out, *out_layout)
             if not heads_first:

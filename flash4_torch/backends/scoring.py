@@ -26,3 +26,10 @@ def low_of(lse: Tensor, inputs: Inputs, problem: Problem) -> Tensor | None:
     if lse.device.type == "cpu" and tiled.is_faithful(lse):
         return None
     return tiled.lse_low(inputs.q, inputs.k, lse, scoring(inputs, problem), sinks=inputs.sinks)
+
+
+def known_low(low: Tensor | None, lse: Tensor, inputs: Inputs, problem: Problem) -> Tensor | None:
+    """The error of a launch's lse: None says that it is to be found on a CPU, and elsewhere that it does not
+    matter.
+    """
+    return low_of(lse, inputs, problem) if low is None and lse.is_cpu else low

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C import _is_any_autocast_enabled
 
 from ..backends import ALIGNMENT
-from ..backends.scoring import low_of
+from ..backends.scoring import known_low, low_of
 from ..ops import schema
 from ..ops.after_import import after_import
 from ..ops.impl import backward_of, describe_inputs, signed_weights_of, weights_of
@@ -117,7 +117,7 @@ def _attention(results: Results, *args: Any) -> Launch | None:
         out, lse, low, _ = launch(*args[:6])
         low = no_low if low is None else low
         if low is None:
-            low = low_of(lse, Inputs(*args[:6]), problem)
+            low = known_low(low, lse, Inputs(*args[:6]), problem)
         return out, lse, torch.zeros_like(lse) if low is None else low
 
     return attention

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash4_torch
 from compiling import compiled, results_and_gradients
-from flash4_torch.backends.scoring import low_of
+from flash4_torch.backends.scoring import known_low, low_of
 from flash4_torch.ops import cpu_in_graph, schema, small_in_graph
 from flash4_torch.ops.impl import describe_inputs
 from flash4_torch.problem import CallOptions, Inputs
@@ -154,4 +154,8 @@ def test_only_a_cpu_leaves_out_lses_rounding_error(monkeypatch: pytest.MonkeyPat
         q, mask = torch.empty(1, 4, 1, 8, device=device), torch.empty(1, 1, 4, 4, device=device)
         inputs = Inputs(q, q, q, mask)
         problem = describe_inputs(inputs, CallOptions(1.0))
-        assert low_of(torch.full((1, 1, 4), lse, device=device), inputs, problem) is expected
+        given = torch.full((1, 1, 4), lse, device=device)
+        assert low_of(given, inputs, problem) is expected
+        assert known_low(error, given, inputs, problem) is error
+        # Torch's kernels on a GPU have none to tell.
+        assert known_low(None, given, inputs, problem) is (None if device == "meta" else expected)
