@@ -384,7 +384,8 @@ class Indexing(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return function(*args)
         if torch.is_grad_enabled() != self.records:
-            raise _Forbidden("torch.autograd.Function", "its backward is not traced; score.detach() can be")
+            reason = "its backward is not traced, while score.detach() is"
+            raise _Forbidden("torch.autograd.Function, or inference_mode", reason)
         indexes = function is Tensor.__getitem__
         args, kwargs = self.foreign.replaced((args, kwargs or {}), self.fake, self.device, indexes)
         if function in _PRINTS:
