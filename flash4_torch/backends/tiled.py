@@ -97,7 +97,9 @@ def backward_of_both(saved: Saved, dweights: Tensor, inputs: Inputs, problem: Pr
     """
     q, k, v, *_ = inputs
     scores = scoring(inputs, problem)
-    if problem.spec.varlen or inputs.sinks is not None or not at_once.is_small(q, k, scores):
+    if problem.spec.varlen or inputs.sinks is not None or not q.dtype == k.dtype == v.dtype:
+        return None
+    if not at_once.is_small(q, k, scores):
         return None
     dout, dlse, out, lse, mask_grad, low = saved
     grads = at_once.backward(dout, dlse, q, k, v, out, lse, low, scores, dweights, mask_grad)

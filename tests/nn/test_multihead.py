@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -512,6 +512,18 @@ def test_unlike_mask_dtypes_warn_as_stock() -> None:
     ),
     st.permutations([torch.float64, torch.float32, torch.float16]),
     st.sampled_from(["in_proj_bias", "in_proj_bias", "out_proj.bias", "out_proj.weight", "bias_k", "query"]),
+)
+@example(
+    {
+        "batched": False,
+        "batch_first": False,
+        "bias_kv": True,
+        "sharing": "none",
+        "need_weights": True,
+        "kdim": None,
+    },
+    [torch.float16, torch.float32, torch.float64],
+    "bias_k",
 )
 def test_unlike_dtypes_are_as_in_stock(
     options: dict[str, Any], dtypes: list[torch.dtype], changed: str
