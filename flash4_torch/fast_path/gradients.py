@@ -204,14 +204,14 @@ def _slow(
     tensors: Tensors,
 ) -> Grads:
     """Gradients of q, k, v, the sinks and the mask by the operators, or all at once."""
-    q, k, v, mask, sinks, rng_state, ends_q, ends_k, _ = call.inputs(tensors)
+    inputs = call.inputs(tensors)
+    q, k, v, mask, sinks, rng_state, ends_q, ends_k, _ = inputs
     heads_first, out_heads_first = call.door.order
     if out_heads_first:
         out, dout = out.transpose(1, 2), None if dout is None else dout.transpose(1, 2)
     dlse, *of_weights = more or (None,)
     dweights = of_weights[0] if of_weights else None
     if dout is not None and dweights is not None and not is_grad_enabled() and not must_take_slow_path():
-        inputs = call.inputs(tensors)
         saved = Saved(dout, dlse, out, lse, call.mask_grad, low)
         both = backward_of_both(saved, dweights, inputs, call.problem)
         if both is not None:
