@@ -46,7 +46,7 @@ from ..ops.impl import describe_inputs, weights_of
 from ..problem import CallOptions, Inputs, Problem, allows_tf32
 from . import flex, graphs, recent
 from .calls import Door, FastCall, Returned, forward_then_weights
-from .conditions import guards_would_miss, guards_would_see, prepares
+from .conditions import below_autocast, guards_would_miss, guards_would_see, prepares
 from .gradients import FastAutograd
 from .recent import Memory, Signature
 
@@ -203,6 +203,7 @@ def _prepared(
     launch = _launch(problem, inputs, door.order, returned.average_heads)
     if launch is None:
         return None
+    launch = below_autocast(launch)
     if wants_grad:
         return FastAutograd(door, launch, options, inputs, returned, problem, mask_grad)
     return FastCall(door, launch, options, inputs, returned)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 from torch._C import (
     _are_functorch_transforms_active,
     _get_deterministic_algorithms,
@@ -14,8 +17,10 @@ from torch.autograd import _profiler_enabled, forward_ad
 
 from .. import backends
 from ..backends import Prepares
-from ..backends.base import CallsTorch
+from ..ops.autocast import no_autocast
 from ..problem import Problem
+
+_Launch = TypeVar("_Launch", bound=Callable[..., Any])
 
 
 def must_take_slow_path() -> bool:
@@ -40,11 +45,20 @@ def guards_would_see() -> bool:
 
 
 def prepares(problem: Problem) -> Prepares | None:
-    """The backend that serves the problem, if it can prepare calls.
-
-    Below the operators there is no autocast; here there may be, and it would change calls into torch.
-    """
+    """The backend that serves the problem, if it can prepare calls."""
     backend = backends.choose(problem)
-    if isinstance(backend, CallsTorch) and _is_any_autocast_enabled():
-        return None
     return backend if isinstance(backend, Prepares) else None
+
+
+def below_autocast(launch: _Launch) -> _Launch:
+    """The launch without autocast, if that is on: below the operators there is none, and it would change
+    calls into torch.
+    """
+    if not _is_any_autocast_enabled():
+        return launch
+
+    def launched(*args: Any) -> Any:
+        with no_autocast():
+            return launch(*args)
+
+    return cast(_Launch, launched)

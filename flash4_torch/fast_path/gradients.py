@@ -23,11 +23,18 @@ from ..backends.base import Views
 from ..backends.tiled import backward_of_both
 from ..backends.views import no_view
 from ..ops import autograd
+from ..ops.autocast import no_autocast
 from ..ops.impl import backward_of
 from ..problem import CallOptions, Inputs, Problem, Saved
 from . import recent
 from .calls import Door, FastCall, Returned
-from .conditions import guards_would_miss, guards_would_see, must_take_slow_path, prepares
+from .conditions import (
+    below_autocast,
+    guards_would_miss,
+    guards_would_see,
+    must_take_slow_path,
+    prepares,
+)
 
 _MOST = 64
 """Combinations of strides to remember per signature of the forward."""
@@ -162,7 +169,8 @@ class FastAutograd(FastCall, Backwards):
         if order.out_heads_first:
             dout, out = dout.transpose(1, 2), out.transpose(1, 2)
         saved = Saved(dout, None, out, lse, False, low)
-        return backend.prepare_backward(saved, self.inputs(tensors), problem, order)
+        launch = backend.prepare_backward(saved, self.inputs(tensors), problem, order)
+        return None if launch is None else below_autocast(launch)
 
 
 def _forward(ctx: Any, call: FastAutograd, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
@@ -213,7 +221,8 @@ def _slow(
     dweights = of_weights[0] if of_weights else None
     if dout is not None and dweights is not None and not is_grad_enabled() and not must_take_slow_path():
         saved = Saved(dout, dlse, out, lse, call.mask_grad, low)
-        both = backward_of_both(saved, dweights, inputs, call.problem)
+        with no_autocast():
+            both = backward_of_both(saved, dweights, inputs, call.problem)
         if both is not None:
             return *[x.transpose(1, 2) if heads_first else x for x in both[:3]], None, both.dmask
     grads: list[Tensor | None] = [None] * 5

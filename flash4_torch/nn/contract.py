@@ -172,7 +172,8 @@ def _inputs_fit(module: nn.MultiheadAttention, call: Call) -> bool:
     return (
         query.shape[-1] == module.embed_dim
         and key.shape[:-1] == value.shape[:-1]
-        and (key.shape[-1] == value.shape[-1] or module.in_proj_weight is None)
+        and key.shape[-1] == module.kdim
+        and value.shape[-1] == module.vdim
         and _batch_and_length(module, key)[0] == _batch_and_length(module, query)[0]
     )
 

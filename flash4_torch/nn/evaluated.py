@@ -1,4 +1,4 @@
-"""Self-attention without gradients that returns its weights: one softmax for the output and the weights.
+"""Attention without gradients that returns its weights: one softmax for the output and the weights.
 
 A block is some rows of all heads of a batch entry, or several entries, so that memory is linear in the
 sequence length, and stays in a CPU's caches.
@@ -12,56 +12,66 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.autocast import no_autocast
 from .contract import Call
-from .materialized import Materialized, weights_of
+from .materialized import Materialized, Sizes, weights_of
+from .projection import Parameters
+
+Masks = tuple[Tensor | None, Tensor | None]
+"""What is added to the scores, and the keys that are ignored."""
 
 _BLOCK = 1 << 21
 """Weights of a block, at most, unless one row has more."""
 
 
-def run(
-    plan: Materialized, call: Call, parameters: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor | None]:
+def run(plan: Materialized, call: Call, parameters: Parameters) -> tuple[Tensor, Tensor | None]:
     """The module's output and the weights, or None."""
-    x, (weight, bias, out_weight, out_bias) = call.query, parameters
-    N, S = plan.sizes(x)
-    qkv = plan.heads(F.linear(x.flatten(0, 1), weight, bias), N, S, 3)
-    masks = plan.bias(call.attn_mask, S), call.key_padding_mask
-    attend = _at_once if N * plan.num_heads * S * S <= _BLOCK else _in_blocks
-    rows, weights = attend(plan, qkv, masks, N, x.dtype)
+    projection = plan.projection
+    inputs = projection.inputs(call)
+    sizes = plan.sizes(inputs)
+    made = projection.products([x.reshape(-1, x.shape[-1]) for x in inputs], *parameters[:2])
+    with no_autocast():
+        masks = plan.bias(call.attn_mask, sizes), call.key_padding_mask
+        attend = _at_once if sizes.N * plan.num_heads * sizes.Sq * sizes.Sk <= _BLOCK else _in_blocks
+        rows, weights = attend(plan, plan.qkv(made, sizes), masks, sizes, made[0].dtype)
     # Not a view: who made it without gradients could not change it in place where there are some.
-    return F.linear(rows, out_weight, out_bias).resize_(x.shape), weights
+    out = F.linear(rows, parameters.out_weight, parameters.out_bias).resize_(call.query.shape)
+    return out, weights if weights is None or projection.is_batched else weights.squeeze(0)
 
 
 def _at_once(
-    plan: Materialized, qkv: Tensor, masks: tuple[Tensor | None, Tensor | None], N: int, dtype: torch.dtype
+    plan: Materialized, qkv: list[Tensor], masks: Masks, sizes: Sizes, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """The rows (N * S, embed_dim) that the output projection takes, and the weights or None."""
-    q, k, v = qkv.unbind()
-    H, S, _ = q.shape[0] // N, *q.shape[1:]
+    """The rows (N * Sq, embed_dim) that the output projection takes, and the weights or None."""
+    q, k, v = qkv
+    N, Sq, Sk = sizes
     weights = weights_of(plan, q, k, plan.added(*masks))
-    rows = plan.rows(torch.bmm(weights, v), N, S, 1, dtype)
+    rows = plan.rows([torch.bmm(weights, v)], N, Sq, dtype)
     if plan.average_heads is None:
         return rows, None
-    weights.resize_(N, H, S, S)
+    H = plan.num_heads
+    weights.resize_(N, H, Sq, Sk)
     shown = weights.sum(1).mul_(1.0 / H) if plan.average_heads else weights
     return rows, shown if dtype == plan.products else shown.to(dtype)
 
 
 def _in_blocks(
-    plan: Materialized, qkv: Tensor, masks: tuple[Tensor | None, Tensor | None], N: int, dtype: torch.dtype
+    plan: Materialized, qkv: list[Tensor], masks: Masks, sizes: Sizes, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """The same, a block after the other."""
-    (bias, ignored), H, (S, D) = masks, plan.num_heads, qkv.shape[2:]
-    q, k, v = qkv.view(3, N, H, S, D).unbind()
+    (bias, ignored), (N, Sq, Sk), H, batch_first = masks, sizes, plan.num_heads, plan.projection.batch_first
+    q, k, v = (x.view(N, H, *x.shape[1:]) for x in qkv)
+    D = q.shape[3]
     if bias is not None and bias.dim() == 3:
-        bias = bias.view(N, H, S, S)
-    rows = qkv.new_empty((N, S, H, D) if plan.batch_first else (S, N, H, D), dtype=dtype)
-    out = rows if plan.batch_first else rows.transpose(0, 1)
+        bias = bias.view(N, H, Sq, Sk)
+    if ignored is not None and ignored.dim() == 1:
+        ignored = ignored[None]
+    rows = q.new_empty((N, Sq, H, D) if batch_first else (Sq, N, H, D), dtype=dtype)
+    out = rows if batch_first else rows.transpose(0, 1)
     shown = None
     if plan.average_heads is not None:
-        shown = qkv.new_empty((N, S, S) if plan.average_heads else (N, H, S, S), dtype=dtype)
-    for n, i in _blocks(N, H, S):
+        shown = q.new_empty((N, Sq, Sk) if plan.average_heads else (N, H, Sq, Sk), dtype=dtype)
+    for n, i in _blocks(H, sizes):
         of_rows = None
         if bias is not None:
             of_rows = bias[i] if bias.dim() == 2 else bias[n, :, i].flatten(0, 1)
@@ -75,12 +85,13 @@ def _in_blocks(
         elif shown is not None:
             shown[n, :, i] = weights
         del weights
-    return rows.view(N * S, H * D), shown
+    return rows.view(N * Sq, H * D), shown
 
 
-def _blocks(N: int, H: int, S: int) -> Iterator[tuple[slice, slice]]:
+def _blocks(H: int, sizes: Sizes) -> Iterator[tuple[slice, slice]]:
     """Batch entries and rows of all blocks: all rows, if there are several entries."""
-    entries, rows = max(1, _BLOCK // (H * S * S)), min(S, max(1, _BLOCK // (H * S)))
+    N, Sq, Sk = sizes
+    entries, rows = max(1, _BLOCK // (H * Sq * Sk)), min(Sq, max(1, _BLOCK // (H * Sk)))
     for n in range(0, N, entries):
-        for i in range(0, S, rows):
+        for i in range(0, Sq, rows):
             yield slice(n, n + entries), slice(i, i + rows)

@@ -12,8 +12,10 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..ops.autocast import autocast_dtype
 from . import padding
 from .contract import Call
+from .projection import Parameters
 
 _call = torch._native_multi_head_attention
 
@@ -31,8 +33,9 @@ _MOST = 1 << 24
 def serves(module: nn.MultiheadAttention, call: Call) -> bool:
     """Whether torch's call serves calls like this self-attention, which has no gradients."""
     query = call.query
-    in_16_bits = query.dtype in (torch.bfloat16, torch.float16)
-    if query.device.type != "cpu" or not module.batch_first:
+    in_16_bits = (autocast_dtype("cpu") or query.dtype) in (torch.bfloat16, torch.float16)
+    is_packed = query is call.key is call.value and module.in_proj_weight is not None
+    if query.device.type != "cpu" or query.dim() != 3 or not (module.batch_first and is_packed):
         return False
     if module.training and (module.dropout or in_16_bits):
         return False  # stock's training does not round scores to 16 bits
@@ -52,9 +55,7 @@ def serves(module: nn.MultiheadAttention, call: Call) -> bool:
     return scores <= most and N * scores <= _MOST
 
 
-def run(
-    call: Call, parameters: tuple[Tensor, Tensor, Tensor, Tensor], num_heads: int
-) -> tuple[Tensor, Tensor | None] | None:
+def run(call: Call, parameters: Parameters, num_heads: int) -> tuple[Tensor, Tensor | None] | None:
     """The module's output and the weights, or None; None instead of both if a row may see nothing."""
     query = call.query
     mask = kind = None
@@ -66,7 +67,10 @@ def run(
         query,
         query.shape[-1],
         num_heads,
-        *parameters,
+        parameters.weights[0],
+        parameters.bias,
+        parameters.out_weight,
+        parameters.out_bias,
         mask,
         call.need_weights,
         call.average_attn_weights,

@@ -22,6 +22,7 @@ from ..ops.check import is_stock_sdpa, not_in_torchs_context_parallel
 from ..problem import CallOptions
 from . import contract, padding, prepared, tracing
 from .contract import Call
+from .projection import Parameters, parts_of
 from .ragged import Ragged
 
 _DOOR = Door("MultiheadAttention")
@@ -191,7 +192,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         parameters = None
         if type(self) is MultiheadAttention and not is_dynamo_compiling():
-            parameters = prepared.parameters_of(self)
+            parameters = Parameters.of(self)
             if self.flash4_context_parallel is None and is_stock_sdpa():
                 known = prepared.recall(self, call, parameters)
                 if known is not None:
@@ -217,7 +218,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         by_rule = contract.is_causal_by_rule(self, call)
         if parameters is not None and signature is not None:
-            # Self-attention. Its results may differ by a rounding, so that it serves the first call, too.
+            # Its results may differ by a rounding, so that it serves the first call, too.
             options = self._options(0 if by_rule else None)
             materialized = prepared.record_materialized(signature, self, call, options)
             if materialized is not None:
@@ -258,14 +259,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             return F._in_projection(
                 query, key, value, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight, *biases
             )
-        if key is not value:
-            return F._in_projection_packed(query, key, value, weight, bias)  # type: ignore[attr-defined]
-        if query is key:
+        parts = parts_of(query, key, value)
+        if len(parts) == 1:
             return F.linear(query, weight, bias).chunk(3, -1)
-        sizes = (self.embed_dim, 2 * self.embed_dim)
-        weight_q, weight_kv = weight.split(sizes)
-        bias_q, bias_kv = (None, None) if bias is None else bias.split(sizes)
-        return F.linear(query, weight_q, bias_q), *F.linear(key, weight_kv, bias_kv).chunk(2, -1)
+        sizes = [self.embed_dim * n for n in parts]
+        biases = [None] * len(parts) if bias is None else bias.split(sizes)
+        inputs = (query, key if parts[0] == 1 else value, value)
+        found: list[Tensor] = []
+        for x, own, b, n in zip(inputs[: len(parts)], weight.split(sizes), biases, parts, strict=True):
+            found += F.linear(x, own, b).chunk(n, -1)
+        return found
 
     def _project_without_bias(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         if self.in_proj_weight is not None:

@@ -1,8 +1,11 @@
-"""The module's own fast path: self-attention like an earlier call's, from the input to the output projection.
+"""The module's own fast path: calls like an earlier one, from the inputs to the output projection.
 
 The law is that of `flash4_torch.fast_path`, on which this rests: what was decided for a call holds for all
 calls with the same sizes, strides, dtypes and flags, and nobody must be able to tell that it is not decided
 again. With gradients, the projections and the attention are one node of autograd.
+
+Autocast casts what calls into torch are given, and keeps parameters that it has cast. So it stays on around
+projections without gradients; elsewhere it is off, and everything is cast beforehand.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from torch._C import _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_dynamo_compiling
 
-from ..fast_path import FastAutograd, FastCall, recent, view
+from ..fast_path import FastAutograd, FastCall, recent
 from ..fast_path.conditions import guards_would_miss, must_take_slow_path
 from ..ops import autograd
+from ..ops.autocast import autocast_dtype, no_autocast
 from ..problem import CallOptions, allows_tf32
 from . import evaluated, fused, materialized, padding
 from .contract import Call
 from .materialized import Materialized
+from .projection import Parameters, Projection, distinct
 
 Signature = tuple[Any, ...]
 
@@ -34,38 +39,20 @@ _CHUNK, _SHORTEST, _MANY = 128, 16, 1 << 22
 _WANTS_GRAD = 3
 """Index of `wants_grad` in a signature."""
 _TENSORS = (Tensor, nn.Parameter)
+_AUTOCAST = "autocast"
+_CAST = (torch.float32, torch.bfloat16, torch.float16, torch.bool)
+"""The dtypes that autocast casts, and that of masks."""
 
 
 class Prepared(NamedTuple):
     """A call's attention, and what the module does around it."""
 
     attention: FastCall
-    num_heads: int
-    batch_first: bool
+    projection: Projection
     reads_attn_mask: bool
     wants_grad: bool
     is_fused: bool
     """Whether torch's own call serves the module, and the attention only rows that see nothing."""
-
-    def heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v (N, S, H, D), views of the projection."""
-        S, N, width = qkv.shape
-        heads = qkv.view(S, N, 3, self.num_heads, width // (3 * self.num_heads))
-        return (heads if self.batch_first else heads.transpose(0, 1)).unbind(2)
-
-    def heads_past_dispatcher(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """The same without autograd, of a projection without gaps."""
-        S, N, width = qkv.shape
-        E, H = width // 3, self.num_heads
-        sizes, strides = (S, N, H, E // H), (N * width, width, E // H, 1)
-        if not self.batch_first:
-            sizes, strides = (N, S, *sizes[2:]), (width, N * width, *strides[2:])
-        return view(qkv, sizes, strides), view(qkv, sizes, strides, E), view(qkv, sizes, strides, 2 * E)
-
-    def rows(self, out: Tensor) -> Tensor:
-        """out (N, S, H, D) in the layout of the module's inputs, (..., embed_dim)."""
-        rows = out.flatten(2)
-        return rows if self.batch_first else rows.transpose(0, 1).contiguous()
 
 
 Known = Prepared | Materialized
@@ -74,34 +61,13 @@ _recent: recent.Known[Known] = {}
 """The same, by torch's own check of all tensors at once."""
 
 
-class _Parameters(NamedTuple):
-    in_proj_weight: Any
-    in_proj_bias: Any
-    out_proj_weight: Any
-    out_proj_bias: Any
-
-
-def parameters_of(module: nn.MultiheadAttention) -> _Parameters:
-    """The parameters, past `Module.__getattr__` where they are plain: it takes a microsecond for each."""
-    own = module._parameters
-    try:
-        of_out: Any = module._modules["out_proj"]._parameters  # type: ignore[union-attr]
-        return _Parameters(own["in_proj_weight"], own["in_proj_bias"], of_out["weight"], of_out["bias"])
-    except KeyError:
-        # Parametrised, or put in place by a wrapper.
-        return _Parameters(
-            module.in_proj_weight, module.in_proj_bias, module.out_proj.weight, module.out_proj.bias
-        )
-
-
-def recall(module: nn.MultiheadAttention, call: Call, parameters: _Parameters) -> Known | None:
+def recall(module: nn.MultiheadAttention, call: Call, parameters: Parameters) -> Known | None:
     """What serves a call whose like was looked up before; None if `lookup` must say.
 
     Torch's check of all tensors stands for whatever the slow path asks of tensors and of the state of torch,
     but for what is asked here.
     """
-    query = call.query
-    if not (query is call.key is call.value) or guards_would_miss() or not _adds_nothing(module):
+    if guards_would_miss() or not _adds_nothing(module):
         return None
     try:
         place, present = _place(module, call, parameters)
@@ -126,26 +92,28 @@ def _adds_nothing(module: nn.MultiheadAttention) -> bool:
 
 
 def lookup(
-    module: nn.MultiheadAttention, call: Call, parameters: _Parameters
+    module: nn.MultiheadAttention, call: Call, parameters: Parameters
 ) -> tuple[Signature | None, Known | None]:
     """The call's signature (None if it must take the slow path), and the prepared call, if there is one."""
-    query = call.query
+    query, key, value = inputs = call[:3]
     if (
         is_dynamo_compiling()
-        or not (query is call.key is call.value)
-        or type(query) is not Tensor
-        or query.dim() != 3
+        or not all([type(x) is Tensor for x in inputs])
+        or not query.dim() == key.dim() == value.dim() in (2, 3)
         or must_take_slow_path()
-        or _is_any_autocast_enabled()
         or not _is_usual(module, call, parameters)
     ):
         return None, None
     dropout = module.dropout if module.training else 0.0
     flags: tuple[Any, ...] = (call.need_weights, call.average_attn_weights, call.is_causal, dropout)
+    flags += query is key, key is value, query is value
     if query.dtype is float32 and allows_tf32(float32):
         flags += ("tf32",)
-    signature = _signature(module, flags, (query, call.key_padding_mask, call.attn_mask, *parameters))
-    if signature is None:
+    if _is_any_autocast_enabled():
+        flags += (_AUTOCAST, autocast_dtype(query.device.type))
+    given = *inputs, call.key_padding_mask, call.attn_mask, *parameters.in_order()
+    signature = _signature(module, flags, given)
+    if signature is None or not (_AUTOCAST not in flags or _may_be_cast(given, parameters, signature)):
         return None, None
     known = _calls.get(signature)
     if known is not None:
@@ -154,21 +122,21 @@ def lookup(
 
 
 def _place(
-    module: nn.MultiheadAttention, call: Call, parameters: _Parameters
+    module: nn.MultiheadAttention, call: Call, parameters: Parameters
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Everything but tensors that a call depends on, and the tensors that there are."""
-    query, _, _, padding_mask, need_weights, mask, average, is_causal = call
-    weight, bias, out_weight, out_bias = parameters
-    present: tuple[Any, ...] = query, weight, bias, out_weight, out_bias
+    query, key, value, padding_mask, need_weights, mask, average, is_causal = call
+    weights, bias, out_weight, out_bias = parameters
+    present = *distinct(call), *weights, bias, out_weight, out_bias
     if padding_mask is not None or mask is not None or bias is None or out_bias is None:
-        given = query, padding_mask, mask, *parameters
-        present = tuple([x for x in given if x is not None])
+        present = tuple([x for x in (padding_mask, mask, *present) if x is not None])
     dropout = module.dropout if module.training else 0.0
+    cast = autocast_dtype(query.device.type) if _is_any_autocast_enabled() else None
     place = (
-        is_grad_enabled(), module.num_heads, module.batch_first,
+        is_grad_enabled(), module.num_heads, module.batch_first, query is key, key is value, query is value,
         need_weights, type(need_weights), average, type(average), is_causal, type(is_causal),
-        dropout, type(dropout), query.dtype is float32 and allows_tf32(float32),
-        padding_mask is None, mask is None, bias is None, out_bias is None,
+        dropout, type(dropout), query.dtype is float32 and allows_tf32(float32), cast,
+        padding_mask is None, mask is None, bias is None, out_bias is None, len(weights),
     )  # fmt: skip
     return place, present
 
@@ -193,16 +161,22 @@ def _signature(
     return tensors, flags, tuple(map(type, flags)), wants_grad, module.num_heads, module.batch_first
 
 
-def _is_usual(module: nn.MultiheadAttention, call: Call, parameters: _Parameters) -> bool:
+def _is_usual(module: nn.MultiheadAttention, call: Call, parameters: Parameters) -> bool:
     """Whether the module does nothing to its projections, and the call causes no warning."""
-    weight, bias, *_ = parameters
+    weights, bias = parameters.weights, parameters.bias
     padding_mask, mask = call.key_padding_mask, call.attn_mask
     return (
-        weight is not None
-        and (bias is None or bias.dtype == weight.dtype)
+        all([x is not None and (bias is None or bias.dtype == x.dtype) for x in weights])
         and _adds_nothing(module)
         and (padding_mask is None or mask is None or padding_mask.dtype == mask.dtype)
     )
+
+
+def _may_be_cast(given: tuple[Any, ...], parameters: Parameters, signature: Signature) -> bool:
+    """Whether autocast gives all tensors its dtype, and gradients can refuse to have gradients: what was cast
+    is no part of a graph, but weights are."""
+    has_graph = not signature[_WANTS_GRAD] or all([x.requires_grad for x in parameters.weights])
+    return has_graph and all([x is None or x.dtype in _CAST for x in given])
 
 
 def record(
@@ -220,7 +194,7 @@ def record(
     if wants_grad and (not isinstance(attention, FastAutograd) or attention.mask_grad):
         return None  # only the output projection has gradients, or a mask has one
     is_fused = not wants_grad and fused.serves(module, call)
-    found = Prepared(attention, module.num_heads, module.batch_first, reads_attn_mask, wants_grad, is_fused)
+    found = Prepared(attention, Projection.of(module, call), reads_attn_mask, wants_grad, is_fused)
     _keep(signature, found)
     return found
 
@@ -250,77 +224,89 @@ def clear() -> None:
     _recent.clear()
 
 
-def run(prepared: Known, call: Call, parameters: _Parameters) -> tuple[Tensor, Tensor | None]:
+def run(prepared: Known, call: Call, parameters: Parameters) -> tuple[Tensor, Tensor | None]:
     """The module's output and the weights, or None."""
     if isinstance(prepared, Materialized):
         serves = materialized.run if prepared.wants_grad else evaluated.run
         return serves(prepared, call, parameters)
+    projection = prepared.projection
     if prepared.is_fused:
-        both = fused.run(call, parameters, prepared.num_heads)
+        both = fused.run(call, parameters, projection.num_heads)
         if both is not None:
             return both
     mask = call.attn_mask if prepared.reads_attn_mask else None
     if mask is not None or call.key_padding_mask is not None:
-        mask = padding.merge(call.key_padding_mask, mask, prepared.num_heads, 0)
+        mask = padding.merge(call.key_padding_mask, mask, projection.num_heads, 0)
+    inputs = projection.inputs(call)
     if prepared.wants_grad:
-        found: tuple[Tensor, ...] = _apply(call.query, *parameters, mask, prepared)
-        return found[0], found[1] if len(found) > 1 else None
-    weight, bias, out_weight, out_bias = parameters
-    attention = prepared.attention
-    qkv = F.linear(call.query, weight, bias)
-    heads = prepared.heads_past_dispatcher(qkv) if qkv.is_contiguous() else prepared.heads(qkv)
-    out, _, _, weights = attention.launch(*heads, mask, None, attention.draw())
-    return F.linear(prepared.rows(out), out_weight, out_bias), weights
+        found: tuple[Tensor, ...] = _apply(prepared, mask, *inputs, *parameters.in_order())
+        weights = found[1] if len(found) > 1 else None
+        out = found[0]
+    else:
+        attention = prepared.attention
+        products = projection.products(inputs, parameters.weights, parameters.bias)
+        q, k, v = projection.heads_past_dispatcher(products)
+        out, _, _, weights = attention.launch(q, k, v, mask, None, attention.draw())
+        out = F.linear(projection.rows(out), parameters.out_weight, parameters.out_bias)
+    if weights is not None and not projection.is_batched:
+        weights = weights.squeeze(0)
+    return out, weights
 
 
-def _forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    weight, bias, out_weight, out_bias, mask, prepared = others
-    attention: FastCall = prepared.attention
-    heads = prepared.heads(F.linear(x, weight, bias))
-    rng_state = attention.draw()
-    out, lse, low, weights = attention.launch(*heads, mask, None, rng_state)
-    ctx.save_for_backward(x, weight, bias, out_weight, *heads, mask, rng_state, out, lse, low)
-    ctx.prepared = prepared
-    ctx.set_materialize_grads(False)
-    y = F.linear(prepared.rows(out), out_weight, out_bias)
-    # `linear` of three dimensions is a view, and autograd forbids to change a function's views in place.
-    y = torch.ops.aten._unsafe_view.default(y, y.shape)
-    return (y,) if weights is None else (y, weights)
+def _forward(ctx: Any, prepared: Prepared, mask: Tensor | None, *given: Tensor | None) -> tuple[Tensor, ...]:
+    projection, attention = prepared.projection, prepared.attention
+    with no_autocast():
+        tensors = projection.casts(*given)
+        inputs, weights, (bias, out_weight, out_bias) = projection.apart(tensors)
+        q, k, v = projection.heads_past_dispatcher(projection.products(inputs, weights, bias))
+        rng_state = attention.draw()
+        out, lse, low, shown = attention.launch(q, k, v, mask, None, rng_state)
+        made = q, k, v, mask, rng_state, out, lse, low
+        # A graph of gradients begins with parameters, and not with what they were cast to.
+        originals = () if projection.cast is None else projection.apart(given)[1]
+        ctx.save_for_backward(*inputs, *weights, bias, out_weight, *made, *originals)
+        ctx.prepared = prepared
+        ctx.set_materialize_grads(False)
+        y = F.linear(projection.rows(out), out_weight, out_bias)
+        # `linear` of three dimensions is a view, and autograd forbids to change a function's views in place.
+        y = torch.ops.aten._unsafe_view.default(y, y.shape)
+    return (y,) if shown is None else (y, shown)
 
 
 def _backward(ctx: Any, dy: Tensor | None, dweights: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, out_weight, q, k, v, mask, rng_state, out, lse, low = ctx.saved_tensors
-    prepared: Prepared = ctx.prepared
+    with no_autocast():
+        return None, None, *_gradients(ctx.prepared, ctx, dy, dweights)
+
+
+def _gradients(
+    prepared: Prepared, ctx: Any, dy: Tensor | None, dweights: Tensor | None
+) -> list[Tensor | None]:
+    """Those of inputs and parameters."""
+    projection = prepared.projection
+    inputs, weights, (bias, out_weight, q, k, v, mask, rng_state, *rest) = projection.apart(ctx.saved_tensors)
+    out, lse, low, *originals = rest
     if is_grad_enabled():
         # Second derivatives are refused by the attention's own gradients, which therefore need a graph.
-        q, k, v = prepared.heads(F.linear(x, weight, bias))
+        q, k, v = projection.heads(projection.products(inputs, projection.casts(*originals) or weights, bias))
     tensors = q, k, v, mask, None, rng_state
-    needs_x, needs_weight, needs_bias, needs_out_weight, needs_out_bias, *_ = ctx.needs_input_grad
-    dx = dweight = dbias = dout_weight = dout_bias = dout = None
+    *of_heads, needs_out_weight, needs_out_bias = ctx.needs_input_grad[2:]
+    dout_weight = dout_bias = dout = None
     if dy is not None:
         # Reshaped, because vmap does not know how to flatten.
         dy_rows = dy.reshape(-1, dy.shape[-1])
         if needs_out_weight:
-            dout_weight = dy_rows.t() @ prepared.rows(out).flatten(0, 1)
+            dout_weight = dy_rows.t() @ projection.rows(out).reshape(dy_rows.shape[0], -1)
         if needs_out_bias:
             dout_bias = _sum_of_rows(dy_rows)
-        dout = (dy_rows @ out_weight).view(*dy.shape[:2], prepared.num_heads, -1)
-        dout = dout if prepared.batch_first else dout.transpose(0, 1)
-    if needs_x or needs_weight or needs_bias:
+        dout = projection.heads_of_rows(dy_rows @ out_weight, *projection.sizes(inputs[0]))
+    found: list[Tensor | None] = [None] * len(of_heads)
+    if any(of_heads):
         grads = _attention_grads(prepared.attention, dout, dweights, (out, lse, low), tensors)
         # Autograd keeps what the node saved until it ends; what nobody needs any more is freed at once.
         del dout
-        parts = [g.reshape(*g.shape[:2], -1) for g in grads]
-        dqkv = torch.cat(parts if prepared.batch_first else [x.transpose(0, 1) for x in parts], -1)
-        del grads, parts
-        rows = dqkv.reshape(-1, dqkv.shape[-1])
-        if needs_x:
-            dx = (rows @ weight).view(x.shape)
-        if needs_weight:
-            dweight = rows.t() @ x.flatten(0, 1)
-        if needs_bias:
-            dbias = _sum_of_rows(rows)
-    return dx, dweight, dbias, dout_weight, dout_bias, None, None
+        rows = projection.rows_of_grads(grads)
+        found = projection.backward(rows, inputs, weights, of_heads, _sum_of_rows)
+    return [*found, dout_weight, dout_bias]
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
@@ -349,12 +335,12 @@ def _attention_grads(
     dweights: Tensor | None,
     results: tuple[Any, ...],
     tensors: tuple[Any, ...],
-) -> tuple[Tensor, ...]:
+) -> list[Tensor]:
     """dq, dk and dv; zeros where nothing that was made of them has a gradient."""
     if not isinstance(attention, FastAutograd):
         raise AssertionError("an attention that needs gradients has them prepared")
     found = attention.gradients(dout, (None, dweights), (*results, *tensors))[:3]
-    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(tensors[:3], found, strict=True))
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(tensors[:3], found, strict=True)]
 
 
 _function: Any = autograd.function("MultiheadAttention", _forward, _backward)

@@ -17,6 +17,7 @@ from flash4_torch import testing
 from flash4_torch.errors import DoubleBackwardError
 from flash4_torch.nn import materialized, prepared
 from module_masks import masks
+from module_ways import Way, ways
 
 E, H, N, S = 16, 2, 3, 6
 RUN = materialized.run
@@ -30,43 +31,47 @@ def module(dtype: torch.dtype = torch.float32, **more: Any) -> nn.MultiheadAtten
 @given(
     data=st.data(),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
-    batch_first=st.booleans(),
+    way=ways(),
     bias=st.booleans(),
     dropout=st.sampled_from([0.0, 0.3, 1.0]),
     average=st.sampled_from([None, True, False]),
     of=st.sampled_from(["both", "out", "weights"]),
     few=st.sampled_from([0, 1 << 13]),
+    cast=st.booleans(),
 )
-@settings(max_examples=examples(40, 200))
+@settings(max_examples=examples(60, 400))
 def test_a_step_is_that_of_the_operators(
     data: st.DataObject,
     dtype: torch.dtype,
-    batch_first: bool,
+    way: Way,
     bias: bool,
     dropout: float,
     average: bool | None,
     of: str,
     few: int,
+    cast: bool,
 ) -> None:
-    given_masks = data.draw(masks((N, H, S), dtype))
+    sizes = way.sizes(N, S, 4)
+    given_masks = data.draw(masks(H, sizes, dtype, way.batched))
     flags = {"need_weights": average is not None, "average_attn_weights": bool(average)}
-    exact = module(torch.float64, batch_first=batch_first, bias=bias, dropout=dropout)
-    x = torch.randn((N, S, E) if batch_first else (S, N, E), generator=torch.Generator().manual_seed(1))
+    exact = way.module(E, H, torch.float64, bias=bias, dropout=dropout)
+    leaves, cast = way.leaves(sizes, E), cast and dtype != torch.float64
 
     def step(dtype: torch.dtype) -> list[Tensor]:
-        attention, y = module(dtype, batch_first=batch_first, bias=bias, dropout=dropout), x.to(dtype)
+        attention = way.module(E, H, dtype, bias=bias, dropout=dropout)
         attention.load_state_dict(exact.state_dict())
-        y.requires_grad_()
+        given = [x.to(dtype).requires_grad_() for x in leaves]
         own = {
             name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
             for name, x in given_masks.items()
         }
         torch.manual_seed(2)
-        out, weights = attention(y, y, y, **own, **flags)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast and dtype != torch.float64):
+            out, weights = attention(*way.inputs(given), **own, **flags)
         made = [x for x in (out, weights) if x is not None]
         chosen = made if of == "both" or weights is None else [out] if of == "out" else [weights]
-        ramps = [torch.linspace(-1, 1, a.numel()).view(a.shape).to(dtype) for a in chosen]
-        inputs = (y, *attention.parameters())
+        ramps = [torch.linspace(-1, 1, a.numel()).view(a.shape).to(a.dtype) for a in chosen]
+        inputs = (*given, *attention.parameters())
         grads = torch.autograd.grad(chosen, inputs, ramps, allow_unused=True, materialize_grads=True)
         return [*made, *grads]
 
@@ -76,14 +81,18 @@ def test_a_step_is_that_of_the_operators(
     ):
         prepared.clear()
         actual = step(dtype)
-        native = materialized.products_dtype(dtype) == dtype
+        computed = torch.bfloat16 if cast else dtype
+        native = materialized.products_dtype(computed) == computed
         held = average is not None or dropout > 0.0
         exact_anyway = few > 0 or native or average is None
-        assert run.called == ((held or (few > 0 and dtype.itemsize == 2)) and exact_anyway)
+        assert run.called == ((held or (few > 0 and computed.itemsize == 2)) and exact_anyway)
     with testing.backends_used():
         expected, peer = step(torch.float64), step(dtype)
     for a, e, p in zip(actual, expected, peer, strict=True):
         assert a.shape == p.shape and a.dtype == p.dtype and a.stride() == p.stride()
+        if cast:
+            # Their errors are those of 16 bits, whatever dtype they are returned in.
+            a, p = a.bfloat16(), p.bfloat16()
         testing.assert_close_as_peer(a, e, p)
 
 

@@ -93,8 +93,9 @@ class Case:
             return mask if kind == "bool" else floats(*mask.shape).masked_fill(mask, -torch.inf)
 
         query = tokens(self.L, self.E)
-        key = query if self.sharing == "all" else tokens(self.S, self.kdim or self.E)
-        value = key if self.sharing in ("all", "kv") else tokens(self.S, self.vdim or self.E)
+        key = query if self.sharing in ("all", "qk") else tokens(self.S, self.kdim or self.E)
+        shared = {"all": query, "kv": key, "qv": query}
+        value = shared[self.sharing] if self.sharing in shared else tokens(self.S, self.vdim or self.E)
         call: dict[str, Any] = {"query": query, "key": key, "value": value}
         if self.padding != "none":
             shape = (self.N, self.S) if self.batched else (self.S,)
@@ -115,13 +116,13 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    sharing = draw(st.sampled_from(["none", "kv", "all"]))
+    sharing = draw(st.sampled_from(["none", "kv", "qk", "qv", "all"]))
     L = draw(st.integers(0, 5))
-    kdim = None if sharing == "all" else draw(st.sampled_from([None, None, 1, 7]))
+    kdim = None if sharing not in ("none", "kv") else draw(st.sampled_from([None, None, 1, 7]))
     return Case(
         N=draw(st.integers(0, 3)),
         L=L,
-        S=L if sharing == "all" else draw(st.integers(0, 6)),
+        S=draw(st.integers(0, 6)) if sharing in ("none", "kv") else L,
         H=draw(st.integers(1, 3)),
         D=draw(st.sampled_from([1, 4, 5, 8])),
         batched=draw(st.booleans()),
@@ -308,7 +309,8 @@ def test_seed_governs_dropout() -> None:
     assert not torch.equal(first, seeded(2))
     assert not torch.equal(first, module(**call)[1])
     torch.manual_seed(1)
-    assert torch.equal(first.mean(1), module(**call | {"average_attn_weights": True})[1])
+    averaged = module(**call | {"average_attn_weights": True})[1]
+    torch.testing.assert_close(averaged, first.mean(1), rtol=1e-13, atol=1e-15)
 
 
 def test_without_dropout_no_random_numbers_are_drawn() -> None:
@@ -583,16 +585,16 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("sharing", ["none", "kv", "all"])
+@pytest.mark.parametrize("sharing", ["none", "kv", "qk", "qv", "all"])
 def test_heads_are_views_of_the_projections(recorder: Recorder, sharing: str, batch_first: bool) -> None:
     case = Case(L=5, sharing=sharing, batch_first=batch_first)
     case.module(MultiheadAttention)(**case.call())
     q, k, v = recorder.calls[0][1][:3]
     assert {x.shape for x in (q, k, v)} == {(2, 5, 2, 3)}
     widths = {x.stride(1 if batch_first else 0) for x in (q, k, v)}
-    assert widths == {"none": {6}, "kv": {6, 12}, "all": {18}}[sharing]
+    assert widths == {"none": {6}, "kv": {6, 12}, "qk": {6, 12}, "qv": {6}, "all": {18}}[sharing]
     storages = {x.untyped_storage().data_ptr() for x in (q, k, v)}
-    assert len(storages) == {"none": 3, "kv": 2, "all": 1}[sharing]
+    assert len(storages) == {"none": 3, "kv": 2, "qk": 2, "qv": 3, "all": 1}[sharing]
 
 
 @pytest.mark.parametrize(

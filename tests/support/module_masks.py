@@ -10,9 +10,11 @@ from torch import Tensor
 
 
 @st.composite
-def masks(draw: st.DrawFn, sizes: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Masks of one kind, bool or floating, of which some leave rows nothing. sizes: N, H and S."""
-    N, H, S = sizes
+def masks(
+    draw: st.DrawFn, H: int, sizes: tuple[int, int, int], dtype: torch.dtype, batched: bool = True
+) -> dict[str, Any]:
+    """Masks of one kind, bool or floating, of which some leave rows nothing. sizes: N, Sq and Sk."""
+    N, Sq, Sk = sizes
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     share, is_bool = draw(st.sampled_from([0.2, 0.6])), draw(st.booleans())
 
@@ -21,8 +23,8 @@ def masks(draw: st.DrawFn, sizes: tuple[int, int, int], dtype: torch.dtype) -> d
         added = torch.randn(shape, generator=generator).masked_fill(hidden, -torch.inf)
         return hidden if is_bool else added.to(dtype)
 
-    found = {"key_padding_mask": mask(N, S)} if draw(st.booleans()) else {}
+    found = {"key_padding_mask": mask(*((N, Sk) if batched else (Sk,)))} if draw(st.booleans()) else {}
     kind = draw(st.sampled_from(["", "rows", "heads", "causal"]))
     if kind:
-        found["attn_mask"] = mask(*((N * H, S, S) if kind == "heads" else (S, S)))
+        found["attn_mask"] = mask(*((N * H, Sq, Sk) if kind == "heads" else (Sq, Sk)))
     return found | ({"is_causal": True} if kind == "causal" else {})
