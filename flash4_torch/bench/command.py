@@ -80,6 +80,7 @@ _CELL_VALUES: Mapping[str, Sequence[str]] = {
     "dropout": swap_cases.DROPOUTS,
     "need_weights": ("yes", "no"),
     "compiled": ("yes", "no"),
+    "way": swap_cases.WAYS,
     "mod": tuple(flex_cases.CASES),
 }
 """Values that --cells may give to fields that are not numbers."""

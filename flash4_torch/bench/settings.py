@@ -20,7 +20,7 @@ class Selection:
 
     FIELDS = (
         *("D", "causal", "S", "Hk", "dtype", "feature", "direction", "B", "Sq"),
-        *("E", "mode", "mask", "dropout", "need_weights", "compiled", "mod"),
+        *("E", "mode", "mask", "dropout", "need_weights", "compiled", "mod", "way"),
     )
 
     @classmethod

@@ -16,7 +16,7 @@ from ..testing import backends_used
 from .providers import sentence
 from .report import Row, plain, table
 from .settings import Settings
-from .swap_cases import SwapCase, grid
+from .swap_cases import SELF, SwapCase, grid
 from .swap_trial import Trial, prepare
 from .turns import FEWEST_ROUNDS, Ratio, no_garbage_collection, take_turns
 
@@ -131,7 +131,7 @@ def text(rows: list[Row]) -> str:
     return "\n".join([*parts, "", *_legend(), *_summary(rows)])
 
 
-KIND = ("compiled", "dtype", "mode", "mask", "dropout", "need_weights")
+KIND = ("way", "compiled", "dtype", "mode", "mask", "dropout", "need_weights")
 """The fields of a kind of call."""
 
 
@@ -139,7 +139,7 @@ def lines(rows: Iterable[Row]) -> dict[tuple[object, ...], dict[str, Row]]:
     """Rows by kind of call, then by size."""
     found: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in KIND), {})[size_of(row)] = row
+        found.setdefault(tuple(row.get(name, SELF) for name in KIND), {})[size_of(row)] = row
     return found
 
 
@@ -154,10 +154,10 @@ def sizes_of(rows: Iterable[Row]) -> list[str]:
 def _table(rows: list[Row], kind: str = "") -> str:
     sizes = sizes_of(rows)
     return table(
-        ["how", "dtype", "mode", "mask", "dropout", "weights", *sizes],
+        ["way", "how", "dtype", "mode", "mask", "dropout", "weights", *sizes],
         [
-            ["compiled" if compiled else "eager", *words, *(_entry(line.get(size), kind) for size in sizes)]
-            for (compiled, *words), line in lines(rows).items()
+            [way, "compiled" if compiled else "eager", *words, *(_entry(line.get(x), kind) for x in sizes)]
+            for (way, compiled, *words), line in lines(rows).items()
         ],
     )
 

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import MultiheadAttention
 from ..testing import assert_close_as_peer, dropout_mask
+from . import swap_ways
 from .swap_cases import SwapCase
 
 Results = tuple[Tensor | None, ...]
@@ -29,7 +29,8 @@ class Trial:
     case: SwapCase
     modules: dict[str, Callable[..., Any]]
     stock: nn.MultiheadAttention
-    x: Tensor
+    leaves: tuple[Tensor, ...]
+    """The inputs, each one once."""
     dout: Tensor
     arguments: dict[str, Any]
 
@@ -37,47 +38,62 @@ class Trial:
     def calls(self) -> dict[str, Callable[[], Results]]:
         return {who: partial(self.call, who) for who in self.modules}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of inputs and parameters."""
+        return self.leaves[0].dtype
+
     def call(self, who: str) -> Results:
         """A whole call: the forward, and in training also the gradients."""
         if self.case.mode == "evaluation":
             with torch.no_grad():
-                results: Results = self.modules[who](self.x, self.x, self.x, **self.arguments)
+                results: Results = self._forward(who)
                 return results
-        return self._with_gradients(*self.modules[who](self.x, self.x, self.x, **self.arguments))
+        return self._with_gradients(*self._forward(who))
+
+    def _forward(self, who: str) -> Any:
+        inputs = swap_ways.inputs(self.case, self.leaves)
+        if not self.case.is_cast:
+            return self.modules[who](*inputs, **self.arguments)
+        with torch.autocast(self.leaves[0].device.type, torch.bfloat16):
+            return self.modules[who](*inputs, **self.arguments)
 
     def _with_gradients(self, out: Tensor, weights: Tensor | None) -> Results:
-        inputs = (self.x, *self.stock.parameters())
+        inputs = (*self.leaves, *self.stock.parameters())
         return out, weights, *torch.autograd.grad(out, inputs, self.dout)
 
     def call_and_replay(self, who: str) -> tuple[Results, Tensor | None]:
-        """A call's results, and which weights ours kept: bool (B, H, S, S), None without dropout."""
+        """A call's results, and which weights ours kept: bool (B, H, Sq, Sk), None without dropout."""
         if not (self.case.mode == "training" and self.stock.dropout):
             return self.call(who), None
-        out, weights = self.modules[who](self.x, self.x, self.x, **self.arguments)
-        B, S = self.x.shape[:2]
-        kept = _kept(out, (B, self.stock.num_heads, S, S), self.stock.dropout)
+        out, weights = self._forward(who)
+        kept = _kept(out, swap_ways.shape_of_weights(self.case), self.stock.dropout)
         return self._with_gradients(out, weights), kept
 
     def definition(self, dtype: torch.dtype, kept: Tensor | None) -> Results:
         """The results by plain torch in `dtype`, which materialises the weights."""
-        module = copy.deepcopy(self.stock).to(dtype)
-        x = self.x.detach().to(dtype).requires_grad_()
-        with torch.set_grad_enabled(self.case.mode == "training"):
-            heads = F.linear(x, module.in_proj_weight, module.in_proj_bias)
-            q, k, v = heads.unflatten(-1, (3, module.num_heads, module.head_dim)).permute(2, 0, 3, 1, 4)
+        module, case = copy.deepcopy(self.stock).to(dtype), self.case
+        leaves = tuple(x.detach().to(dtype).requires_grad_() for x in self.leaves)
+        is_cast = case.is_cast and dtype != torch.float64
+        casting = torch.autocast(leaves[0].device.type, torch.bfloat16, enabled=is_cast)
+        with torch.set_grad_enabled(case.mode == "training"), casting:
+            q, k, v = swap_ways.heads(case, module, leaves)
             scores = q @ k.transpose(2, 3) * module.head_dim**-0.5
             if (mask := self.arguments.get("attn_mask")) is not None:
                 scores = scores + _as_bias(mask, dtype)
             if (mask := self.arguments.get("key_padding_mask")) is not None:
-                scores = scores + _as_bias(mask, dtype)[:, None, None]
+                scores = scores + _as_bias(mask, dtype)[..., None, None, :]
             weights = scores.softmax(-1)
             if kept is not None:
                 weights = weights * kept / (1 - module.dropout)
-            out = module.out_proj((weights @ v).transpose(1, 2).flatten(2))
-            averaged = weights.mean(1) if self.case.need_weights else None
-            if self.case.mode == "evaluation":
-                return out, averaged
-            return out, averaged, *torch.autograd.grad(out, (x, *module.parameters()), self.dout.to(dtype))
+            out = module.out_proj(swap_ways.rows(case, weights @ v))
+            averaged = weights.mean(1) if case.need_weights else None
+            if averaged is not None and case.way == swap_ways.UNBATCHED:
+                averaged = averaged.squeeze(0)
+        if case.mode == "evaluation":
+            return out, averaged
+        wanted = (*leaves, *module.parameters())
+        return out, averaged, *torch.autograd.grad(out, wanted, self.dout.to(out.dtype))
 
     def what_differs(self) -> dict[str, str]:
         """A sentence for each module whose results are further from exact ones than twice plain torch's are.
@@ -87,7 +103,7 @@ class Trial:
         ours, kept = self.call_and_replay("flash4")
         found = {"flash4": ours} if kept is not None else {"flash4": ours, "stock": self.call("stock")}
         exact = self.definition(torch.float64, kept)
-        peer = self.definition(self.x.dtype, kept)
+        peer = self.definition(self.dtype, kept)
         return {
             who: sentence
             for who, results in found.items()
@@ -95,11 +111,15 @@ class Trial:
         }
 
     def _differs(self, results: Results, exact: Results, peer: Results) -> str:
-        gradients = ("input", *(name for name, _ in self.stock.named_parameters()))
+        inputs = ["input", "second input", "third input"][: len(self.leaves)]
+        gradients = (*inputs, *(name for name, _ in self.stock.named_parameters()))
         names = ("output", "weights", *(f"gradient of {name}" for name in gradients))[: len(exact)]
         for name, a, e, p in zip(names, results, exact, peer, strict=True):
             if a is None or e is None or p is None:
                 continue
+            if self.case.is_cast:
+                # Their errors are those of 16 bits, whatever dtype they are returned in.
+                a, p = a.bfloat16(), p.bfloat16()
             try:
                 assert_close_as_peer(a, e, p, what=name)
             except AssertionError as error:
@@ -120,11 +140,9 @@ def prepare(case: SwapCase, device: str) -> Trial:
         # A function is compiled for a few kinds of calls only before torch gives up.
         torch.compiler.reset()
     torch.manual_seed(0)
-    size, dtype = case.size, getattr(torch, case.dtype)
+    dtype = getattr(torch, case.dtype)
     training = case.mode == "training"
-    stock = nn.MultiheadAttention(
-        size.E, size.H, dropout=float(case.dropout), batch_first=True, device=device, dtype=dtype
-    ).train(training)
+    stock = swap_ways.module(case, device).train(training)
     for bias in (stock.in_proj_bias, stock.out_proj.bias):
         nn.init.normal_(bias, std=0.02)
     modules: dict[str, Callable[..., Any]] = dict(
@@ -134,19 +152,24 @@ def prepare(case: SwapCase, device: str) -> Trial:
         modules = {
             who: torch.compile(module, fullgraph=True, dynamic=False) for who, module in modules.items()
         }
-    x = torch.randn(size.B, size.S, size.E, device=device, dtype=dtype, requires_grad=training)
+    leaves = tuple(
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=training)
+        for shape in swap_ways.shapes(case)
+    )
     arguments = {"need_weights": case.need_weights} | _masks(case, device)
-    return Trial(case, modules, stock, x, torch.randn_like(x), arguments)
+    dout = torch.randn_like(leaves[0], dtype=torch.bfloat16 if case.is_cast else dtype)
+    return Trial(case, modules, stock, leaves, dout, arguments)
 
 
 def _masks(case: SwapCase, device: str) -> dict[str, Any]:
     """The masks, in the form that torch's documentation gives them; every row may attend to key 0."""
-    _, _, B, S = case.size
+    B, _, Sq, Sk = swap_ways.shape_of_weights(case)
     dtype = getattr(torch, case.dtype)
-    later = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)
-    padding = torch.arange(S, device=device) >= torch.linspace(S // 2 + 1, S, B, device=device)[:, None]
+    later = torch.ones(Sq, Sk, dtype=torch.bool, device=device).triu(1)
+    padding = torch.arange(Sk, device=device) >= torch.linspace(Sk // 2 + 1, Sk, B, device=device)[:, None]
+    padding = padding[0] if case.way == swap_ways.UNBATCHED else padding
     if case.mask == "causal":
-        mask = nn.Transformer.generate_square_subsequent_mask(S, torch.device(device), dtype)
+        mask = torch.zeros(Sq, Sk, dtype=dtype, device=device).masked_fill(later, -torch.inf)
         return {"attn_mask": mask, "is_causal": True}
     if case.mask == "padding":
         return {"key_padding_mask": padding}
@@ -154,9 +177,9 @@ def _masks(case: SwapCase, device: str) -> dict[str, Any]:
         # Both bool: torch warns of masks of two kinds.
         return {"key_padding_mask": padding, "attn_mask": later, "is_causal": True}
     if case.mask == "float":
-        return {"attn_mask": torch.randn(S, S, device=device, dtype=dtype)}
+        return {"attn_mask": torch.randn(Sq, Sk, device=device, dtype=dtype)}
     if case.mask == "bool":
-        mask = torch.rand(S, S, device=device) < 0.3
+        mask = torch.rand(Sq, Sk, device=device) < 0.3
         mask[:, 0] = False
         return {"attn_mask": mask}
     return {}

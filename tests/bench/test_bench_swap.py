@@ -19,7 +19,7 @@ from everything import EVERYTHING, examples
 from flash4_torch.__main__ import main
 from flash4_torch.bench import swap, swap_cases, swap_trial, turns
 from flash4_torch.bench.settings import Selection, Settings
-from flash4_torch.bench.swap_cases import CPU_SIZES, DTYPES, GPU_SIZES, MASKS, SwapCase
+from flash4_torch.bench.swap_cases import CPU_SIZES, DTYPES, GPU_SIZES, MASKS, WAYS, SwapCase
 from flash4_torch.bench.swap_trial import Trial, prepare
 from flash4_torch.bench.turns import CERTAINTY, FEWEST_ROUNDS, MOST_ROUNDS, Ratio, Sample
 
@@ -34,7 +34,8 @@ CASES = st.builds(
     mask=st.sampled_from(MASKS),
     dropout=st.just("0"),
     need_weights=st.booleans(),
-)
+    way=st.sampled_from(WAYS),
+).map(lambda case: case._replace(dtype="float32") if case.is_cast else case)
 few = settings(max_examples=examples(8, 60))
 
 
@@ -150,12 +151,17 @@ def test_a_stopwatch_times_batches_of_both(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("device", "sizes"), [("cpu", CPU_SIZES), ("cuda", GPU_SIZES)])
 def test_the_grid_has_every_kind_of_call(device: str, sizes: Sequence[Any]) -> None:
-    everything = list(swap_cases.grid(Settings(device, selection=Selection.parse(["compiled=yes,no"]))))
+    selection = Selection.parse(["compiled=yes,no", "way=self"])
+    everything = list(swap_cases.grid(Settings(device, selection=selection)))
     assert len(everything) == len(set(everything))
     kinds = 3 * len(MASKS) * 2  # dropout in training, none, and none in evaluation
     assert len(everything) == 2 * len(sizes) * len(DTYPES) * kinds == 1080
     assert all(case.dropout == "0" for case in everything if case.mode == "evaluation")
-    usual = list(swap_cases.grid(Settings(device)))
+    with_ways = list(swap_cases.grid(Settings(device)))
+    usual = [case for case in with_ways if case.way == "self"]
+    others = with_ways[len(usual) :]
+    assert {case.way for case in others} == {*WAYS} - {"self"} and len(others) == 6 * (len(WAYS) - 1)
+    assert len({case.size for case in others}) == 1
     assert set(usual) < set(everything)
     assert [case for case in usual if not case.compiled] == [c for c in everything if not c.compiled]
     assert [case.compiled for case in usual] == [False] * 540 + [True] * kinds
@@ -237,7 +243,7 @@ def test_all_cells_of_a_size_are_right_and_in_the_table(
     lines = {tuple(line.split()) for line in capsys.readouterr().out.splitlines()}
     for row in rows:
         weights = "yes" if row["need_weights"] else "no"
-        kind = ("eager", "float32", row["mode"], row["mask"], row["dropout"], weights)
+        kind = ("self", "eager", "float32", row["mode"], row["mask"], row["dropout"], weights)
         assert (*kind, "1.000") in lines
 
 
@@ -282,7 +288,7 @@ def test_dropout_is_compared_with_its_own_mask(case: SwapCase) -> None:
     assert kept is not None and not kept.all() and results[0] is not None
     assert not trial.what_differs()
     other = kept.roll(1, -1)
-    exact, peer = (trial.definition(dtype, other) for dtype in (torch.float64, trial.x.dtype))
+    exact, peer = (trial.definition(dtype, other) for dtype in (torch.float64, trial.dtype))
     assert trial._differs(results, exact, peer).startswith("output: error ")
 
 
