@@ -30,6 +30,7 @@ from flash4_torch.backends.compiled.targets import SM80
 from flash4_torch.configs import sm80_backward, sm90_backward, sm100_backward
 from flash4_torch.configs.sizes import BackwardSizes
 from flash4_torch.configs.types import SHARED_MEMORY, Features, Scope
+from flash4_torch.kernels.common.mask_tables import MaskPlan
 from flash4_torch.problem import Extent
 from on_cpu import gpu, name_of
 from test_compiled import EACH_KERNEL, half, problem
@@ -117,6 +118,27 @@ def test_masks_are_turned(
         shares = turned.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr()
         assert shares == (not copied or dtype == torch.bool)
         assert (MASK_TRANSPOSE in built) == copied
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "transposed"),
+    [
+        ((1, 1, 128, 128), None, True),
+        ((1, 1, 64, 64), None, False),
+        ((1, 1, 130, 100), None, False),  # queries begin at any byte
+        ((1, 1, 130, 100), (1, 1, 112, 1), True),
+        ((2, 1, 128, 100), (128 * 112 + 8, 1, 112, 1), False),
+        ((1, 1, 128, 128), (1, 1, 1, 128), False),  # neighbours already
+        ((1, 1, 260, 260), None, True),
+    ],
+)
+def test_small_bool_masks_are_transposed_where_vectors_load_them(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, transposed: bool
+) -> None:
+    dense = torch.empty(shape).stride() if strides is None else strides
+    mask = torch.ones(4 * dense[0] + 4 * 300 * 300, dtype=torch.bool).as_strided(shape, dense)
+    assert masks._is_transposed(MaskPlan("bool", 128, 64), mask) == transposed
+    assert not masks._is_transposed(MaskPlan("bfloat16", 128, 64), mask) or mask.numel() > masks._FEW
 
 
 def launched_by(prepared: bool, **kwargs: Any) -> tuple[Any, list[str]]:

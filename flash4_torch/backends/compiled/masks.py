@@ -22,6 +22,10 @@ Read = Callable[[Tensor | None], MaskArgs | None]
 View = Callable[[Tensor], Tensor]
 
 _FEW = 1 << 16
+"""Numbers of a mask up to which loading them singly takes less time than the launch of another kernel."""
+_FEW_ALIGNED = 1 << 12
+"""The same of a bool mask that the kernel that transposes loads 16 keys at a time."""
+_VECTOR = 16
 
 
 def reader(
@@ -140,7 +144,7 @@ def transposed(Sq: int, plan: MaskPlan) -> View:
             x = mask.transpose(2, 3)
         else:
             x = _keys_as_rows(mask)
-            x = x.contiguous() if _scatters_queries(x) else x
+            x = x.contiguous() if _scatters_queries(x, _FEW) else x
         return x if x.shape[3] == Sq else x.expand(*x.shape[:3], Sq)
 
     return view
@@ -151,12 +155,19 @@ def _is_transposed(plan: MaskPlan, mask: Tensor) -> bool:
     if plan.column_major:
         return False
     x = _keys_as_rows(mask)
-    return x.shape[2] > 1 and _scatters_queries(x)
+    few = _FEW_ALIGNED if plan.dtype == "bool" and _has_aligned_keys(x) else _FEW
+    return x.shape[2] > 1 and _scatters_queries(x, few)
 
 
-def _scatters_queries(x: Tensor) -> bool:
-    """Whether a mask whose rows are keys has many numbers, and neighbouring queries are apart."""
-    return x.numel() > _FEW and x.shape[3] > 1 and x.stride(3) != 1
+def _has_aligned_keys(x: Tensor) -> bool:
+    """Whether the keys of a bool mask whose rows are keys are neighbours, and each query's begin aligned."""
+    apart = [stride for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1 and stride != 1]
+    return x.stride(2) == 1 and not any([stride % _VECTOR for stride in apart])
+
+
+def _scatters_queries(x: Tensor, few: int) -> bool:
+    """Whether a mask whose rows are keys has more than a few numbers, and neighbouring queries are apart."""
+    return x.numel() > few and x.shape[3] > 1 and x.stride(3) != 1
 
 
 def _keys_as_rows(mask: Tensor) -> Tensor:
