@@ -29,7 +29,7 @@ def run(plan: Materialized, call: Call, parameters: Parameters) -> tuple[Tensor,
     projection = plan.projection
     inputs = projection.inputs(call)
     sizes = plan.sizes(inputs)
-    made = projection.products([x.reshape(-1, x.shape[-1]) for x in inputs], *parameters[:2])
+    made = projection.products(inputs, parameters.weights, parameters.bias)
     with no_autocast():
         masks = plan.bias(call.attn_mask, sizes), call.key_padding_mask
         attend = _at_once if sizes.N * plan.num_heads * sizes.Sq * sizes.Sk <= _BLOCK else _in_blocks
@@ -51,7 +51,7 @@ def _at_once(
         return rows, None
     H = plan.num_heads
     weights.resize_(N, H, Sq, Sk)
-    shown = weights.sum(1).mul_(1.0 / H) if plan.average_heads else weights
+    shown = weights.mean(1) if plan.average_heads else weights
     return rows, shown if dtype == plan.products else shown.to(dtype)
 
 

@@ -72,7 +72,10 @@ class Materialized(NamedTuple):
         return Sizes(N, Sq, self.projection.sizes(inputs[-1])[1])
 
     def qkv(self, products: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
-        """Queries, keys and values (N * H, S, D) from the projections, each product's parts together."""
+        """Queries, keys and values (N * H, S, D) from the projections."""
+        is_plain = sizes.N == 1 and products[0].dtype == self.products and self.products.itemsize > 2
+        if is_plain and all([x.is_contiguous() for x in products]):
+            return self.projection.heads_of_one(products)
         found: list[Tensor] = []
         for x, n in zip(products, self.projection.parts, strict=True):
             S = sizes.Sk if found else sizes.Sq
@@ -96,6 +99,8 @@ class Materialized(NamedTuple):
     def rows(self, heads: Sequence[Tensor], N: int, S: int, dtype: torch.dtype) -> Tensor:
         """The reverse of `heads`, of its parts one by one, in `dtype`: (N * S, parts * embed_dim)."""
         parts = len(heads)
+        if N * parts == 1 and dtype == self.products:
+            return heads[0].transpose(0, 1).reshape(S, -1)
         together = heads[0] if parts == 1 else torch.stack(tuple(heads))
         apart = together.reshape(parts, N, self.num_heads, S, -1)
         apart = apart.permute(1, 3, 0, 2, 4) if self.projection.batch_first else apart.permute(3, 1, 0, 2, 4)

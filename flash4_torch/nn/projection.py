@@ -142,6 +142,16 @@ class Projection(NamedTuple):
                 found.append(view(x, sizes, strides, part * E))
         return found
 
+    def heads_of_one(self, products: Sequence[Tensor]) -> list[Tensor]:
+        """q, k and v (H, S, D) of a batch of one, views of products without gaps past autograd."""
+        found, H = [], self.num_heads
+        for x, n in zip(products, self.parts, strict=True):
+            width = x.shape[-1]
+            E = width // n
+            D = E // H
+            found += [view(x, (H, x.numel() // width, D), (D, width, 1), part * E) for part in range(n)]
+        return found
+
     def rows(self, out: Tensor) -> Tensor:
         """out (N, Sq, H, D) in the layout of the module's inputs, (..., embed_dim)."""
         rows = out.flatten(2)
