@@ -125,15 +125,39 @@ def test_the_second_call_takes_it() -> None:
     assert [is_taken(step) for _ in range(3)] == [False, True, True]
 
 
-def test_gradients_of_a_batch_are_those_of_each() -> None:
-    attention, x = module(), an_input().requires_grad_()
+ONE_OF_EACH = [
+    Way("qkv", False, True, True),
+    Way("kv", False, True, False),
+    Way("qk", False, True, True),
+    Way("", False, False, True),
+    Way("", True, True, True),
+]
+
+
+@pytest.mark.parametrize("way", ONE_OF_EACH)
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
+def test_gradients_of_a_batch_are_those_of_each(
+    way: Way, need_weights: bool, create_graph: bool, cast: bool
+) -> None:
+    attention, inputs = a_call(way)
+    wanted = [*{id(x): x for x in inputs}.values(), *attention.parameters()]
     for _ in range(3):
-        out, _ = attention(x, x, x, need_weights=False)
-        douts = torch.randn(2, *out.shape)
-        more = {"retain_graph": True, "create_graph": True}
-        (batch,) = torch.autograd.grad(out, x, douts, is_grads_batched=True, **more)
-        for found, dout in zip(batch, douts, strict=True):
-            torch.testing.assert_close(found, torch.autograd.grad(out, x, dout, **more)[0])
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            out, _ = attention(*inputs, need_weights=need_weights)
+        douts = torch.randn(2, *out.shape).to(out.dtype)
+        more = {"retain_graph": True, "create_graph": create_graph}
+        batch = torch.autograd.grad(out, wanted, douts, is_grads_batched=True, **more)
+        for i, dout in enumerate(douts):
+            for found, one in zip(batch, torch.autograd.grad(out, wanted, dout, **more), strict=True):
+                error = 3e-2 if cast else 1e-5
+                torch.testing.assert_close(found[i], one, rtol=error, atol=error)
+
+
+def a_call(way: Way) -> tuple[nn.MultiheadAttention, tuple[Tensor, Tensor, Tensor]]:
+    leaves = [x.float().requires_grad_() for x in way.leaves(way.sizes(N, S, 4), E)]
+    return way.module(E, H, torch.float32), way.inputs(leaves)
 
 
 class Mode(TorchDispatchMode):
@@ -166,13 +190,23 @@ def test_other_modules_do_not_take_it() -> None:
         assert not any(is_taken(lambda a=attention: a(x, x, x)) for _ in range(3))
 
 
-def test_second_derivatives_raise_as_before() -> None:
-    attention, x = module(), an_input().requires_grad_()
+@pytest.mark.parametrize("way", ONE_OF_EACH)
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("frozen", ["", "inputs", "in_proj"])
+def test_second_derivatives_raise_as_before(way: Way, need_weights: bool, cast: bool, frozen: str) -> None:
+    attention, inputs = a_call(way)
+    for x in inputs if frozen == "inputs" else ():
+        x.requires_grad_(False)
+    for name, parameter in attention.named_parameters():
+        parameter.requires_grad_(not (frozen == "in_proj" and "out_proj" not in name))
+    of = inputs[0] if frozen != "inputs" else next(attention.parameters())
     for _ in range(4):
-        out, _ = attention(x, x, x)
-        (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            out, _ = attention(*inputs, need_weights=need_weights)
+        (grad,) = torch.autograd.grad(out.sum(), of, create_graph=True)
         with pytest.raises(DoubleBackwardError):
-            dx.sum().backward()
+            grad.sum().backward()
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
