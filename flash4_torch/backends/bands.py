@@ -197,15 +197,10 @@ class Hidden(NamedTuple):
 @lru_cache(maxsize=_KEPT)
 def bias(hidden: Hidden) -> Tensor:
     """What is added to scores, (Sq, Sk): 0, or -inf where the band hides a key."""
-    dtype, Sq, Sk, (left, right) = hidden
+    dtype, Sq, Sk, band = hidden
     # Whatever device or mode is active in the call that needs it first.
     with torch.inference_mode(False), _DisableTorchDispatch():
-        found = torch.zeros((Sq, Sk), dtype=dtype, device="cpu")
-        if left is not None:
-            found += torch.full_like(found, -torch.inf).tril_(Sk - Sq - left - 1)
-        if right is not None:
-            found += torch.full_like(found, -torch.inf).triu_(Sk - Sq + right + 1)
-    return found
+        return at_once.outside(band, Sq, Sk, dtype)
 
 
 def beyond(problem: Problem) -> list[str]:

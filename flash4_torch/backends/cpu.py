@@ -38,7 +38,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 _RANKS = (2, 4)
 """Numbers of dimensions that a mask of the kernel may have."""
-_MANY = 1 << 13
+_MANY = 1 << 11
 """Scores from which on the products of a backward take less time than the calls that make them."""
 _FEW_ROWS, _NARROW = 192, 64
 """Rows below which torch's backward in 16 bits takes blocks of 32, and columns up to which others are faster
