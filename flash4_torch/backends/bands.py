@@ -162,7 +162,8 @@ def _range(at: slice) -> range:
 
 
 def _cut(x: Tensor, dim: int, at: slice) -> Tensor:
-    return x.narrow(dim, at.start, at.stop - at.start)
+    size = at.stop - at.start
+    return x if x.shape[dim] == size else x.narrow(dim, at.start, size)
 
 
 def _among(x: Tensor, at: slice, size: int, dim: int, other: float = 0.0) -> Tensor:
@@ -215,12 +216,16 @@ def beyond(problem: Problem) -> list[str]:
     return [f"the window is {tuple(band)} for Sq={Sq}, Sk={Sk}, and {why}"]
 
 
+def is_slow(problem: Problem) -> bool:
+    """Whether a dense problem's band leaves so many scores that the kernel, which multiplies number by number
+    in a dtype that this CPU does not know, takes longer than tiles in float32."""
+    dtype = problem.spec.dtype
+    return not is_flag(problem) and problem.extent.scores > _FEW and at_once.products_dtype(dtype) != dtype
+
+
 def _is_fast(problem: Problem) -> bool:
     """Whether the kernel, which computes hidden scores, too, takes less time than tiles that are left out."""
-    dtype, block = problem.spec.dtype, Block.of(problem)
-    if at_once.products_dtype(dtype) != dtype:
-        return problem.extent.scores <= _FEW  # the kernel multiplies number by number
-    if block is not None:
+    if (block := Block.of(problem)) is not None:
         problem = block.of_problem(problem)
     if is_flag(problem):
         return True

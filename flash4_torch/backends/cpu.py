@@ -1,4 +1,4 @@
-"""PyTorch's own CPU flash kernel: full and causal attention, with masks; varlen one sequence at a time."""
+"""PyTorch's own CPU flash kernel, with masks, and bands as masks; varlen one sequence at a time."""
 
 from __future__ import annotations
 
@@ -55,9 +55,12 @@ _ORDINARY = bytes({*range(256)} - {0x00, 0x7F, 0x80, 0xFF})
 class Cpu(CallsTorch, WithoutWeights):
     """The `cpu` backend.
 
-    Varlen runs one sequence at a time; sequences that the kernel cannot serve (empty ones, causal ones with
-    more or fewer keys than queries) run on `Tiled`. So do calls with a score that is NaN or infinite: the
-    kernel turns some of those into zeros where NaN should propagate."""
+    Of a band the kernel gets the rows and keys that are not hidden altogether (`bands.Block`). What it has no
+    flag for is a mask; it goes to `Tiled`, which leaves tiles out, if that is faster.
+
+    Varlen runs one sequence at a time; sequences that the kernel does not serve, as empty ones, run on
+    `Tiled`. So do calls with a score that is NaN or infinite: the kernel turns some of those into zeros where
+    NaN should propagate."""
 
     name = "cpu"
 
@@ -85,6 +88,8 @@ class Cpu(CallsTorch, WithoutWeights):
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         if problem.spec.varlen:
             return sequences.forward(inputs, problem, self._or_tiled)
+        if bands.is_slow(problem):
+            return Tiled().forward(inputs, problem)
         if (block := Block.of(problem)) is not None:
             return block.forward(inputs, problem, self)
         q, k, v = heads_first(inputs.q, inputs.k, inputs.v)
@@ -102,6 +107,8 @@ class Cpu(CallsTorch, WithoutWeights):
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         if problem.spec.varlen:
             return sequences.backward(saved, inputs, problem, self._or_tiled)
+        if bands.is_slow(problem):
+            return Tiled().backward(saved, inputs, problem)
         if (block := Block.of(problem)) is not None:
             return block.backward(saved, inputs, problem, self)
         if _is_faster_at_once(inputs, problem):
@@ -252,9 +259,9 @@ def _floating(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_simple(inputs: Inputs, problem: Problem) -> bool:
-    """Whether torch's kernel takes q, k and v in place, and there is nothing else than a mask."""
+    """Whether torch's kernel takes q, k and v in place, and there is nothing else than a mask and a band."""
     in_place = all(x.stride(-1) == 1 for x in inputs[:3])
-    return in_place and inputs.sinks is None and not problem.spec.varlen
+    return in_place and inputs.sinks is None and not problem.spec.varlen and not bands.is_slow(problem)
 
 
 def _is_faster_at_once(inputs: Inputs, problem: Problem) -> bool:
