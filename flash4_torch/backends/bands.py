@@ -17,7 +17,7 @@ from .base import BackwardLaunch, Grads, Launch, Order, Prepares, Results
 _MOST = 1 << 20
 """Scores of a head up to which a band may be a mask: beyond these nothing would be linear in the length, and
 tiles are faster."""
-_HIDDEN = 1 << 17
+_HIDDEN = 9 << 14
 """Hidden scores of a head up to which computing them takes less time than leaving out tiles does."""
 _SHOWN = 0.7
 """The share of a head's scores from which on few tiles could be left out."""
