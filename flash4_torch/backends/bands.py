@@ -50,9 +50,9 @@ class Block(NamedTuple):
 
     def of_problem(self, problem: Problem) -> Problem:
         """The block as a problem of its own."""
-        (B, Sq, Sk, Hq, Hk), rows, keys = problem.extent, *map(_range, self)
-        band = problem.band.of_block(rows, keys, Sq, Sk)
-        return problem._replace(extent=type(problem.extent)(B, len(rows), len(keys), Hq, Hk), band=band)
+        extent, (rows, keys) = problem.extent, (range(at.start, at.stop) for at in self)
+        band = problem.band.of_block(rows, keys, extent.Sq, extent.Sk)
+        return problem._replace(extent=extent._replace(Sq=len(rows), Sk=len(keys)), band=band)
 
     def of_inputs(self, inputs: Inputs) -> Inputs:
         q, k, v = self._qkv(*inputs[:3], 1)
@@ -152,13 +152,9 @@ class Block(NamedTuple):
 def is_flag(problem: Problem) -> bool:
     """Whether torch's kernel has a flag for a dense problem's band: it is full, or causal aligned to the top
     left."""
-    band, extent = problem.band, problem.extent
-    is_top_left = band.left is None and band.right == extent.Sq - extent.Sk
-    return is_top_left or band.hides_nothing(extent.Sq, extent.Sk)
-
-
-def _range(at: slice) -> range:
-    return range(at.start, at.stop)
+    (left, right), (_, Sq, Sk, _, _) = problem.band, problem.extent
+    is_top_left = right == Sq - Sk and (left is None or left >= Sk - 1)
+    return is_top_left or problem.band.hides_nothing(Sq, Sk)
 
 
 def _cut(x: Tensor, dim: int, at: slice) -> Tensor:
