@@ -21,6 +21,7 @@ from flash4_torch.backends.base import Order
 from flash4_torch.masks import Band
 from flash4_torch.ops import check, impl
 from flash4_torch.problem import CallOptions, Inputs, Saved
+from flash4_torch.reference import at_once
 
 LENGTH = st.one_of(st.integers(1, 9), st.sampled_from([33, 64, 150]))
 BOUND = st.none() | st.integers(-3, 9) | st.sampled_from([31, 100])
@@ -178,3 +179,18 @@ def test_narrow_windows_go_to_tiles(Sq: int, Sk: int, window: tuple[int | None, 
     why = flash4_torch.support(q, k, k, window=window)["cpu"]
     assert (not why) == (server == "cpu")
     assert all(f"Sq={Sq}, Sk={Sk}" in sentence for sentence in why)
+
+
+def test_slow_dtypes_go_to_tiles() -> None:
+    """Those that a CPU does not multiply; small calls are the kernel's in any case."""
+    x = torch.randn(1, 64, 8, 8).half().requires_grad_()
+    never = mock.Mock(side_effect=AssertionError)
+    with (
+        mock.patch.object(at_once, "products_dtype", lambda dtype: torch.float32),
+        mock.patch.multiple(cpu, _forward=never, _backward=never),
+    ):
+        for window in ((3, 3), (None, 1)):
+            for _ in range(2):
+                flash4_torch.attention(x, x, x, window=window).sum().backward()
+        with pytest.raises(AssertionError):
+            flash4_torch.attention(x[:, :8], x[:, :8], x[:, :8], window=(3, 3))
