@@ -53,6 +53,21 @@ class Band(NamedTuple):
         last = Sk if self.right is None else min(Sk, rows.stop + shift + self.right)
         return range(min(first, Sk), max(last, min(first, Sk)))
 
+    def rows(self, Sq: int, Sk: int) -> range:
+        """The smallest range that holds every row that sees a key."""
+        left, right = self
+        if left is not None and right is not None and left + right < 0:
+            return range(0)
+        first = 0 if right is None else max(0, Sq - Sk - right)
+        stop = Sq if left is None else max(0, min(Sq, Sq + left))
+        return range(min(first, stop), stop)
+
+    def of_block(self, rows: range, keys: range, Sq: int, Sk: int) -> Band:
+        """The band of some rows and keys, aligned to their own last ones."""
+        moved = Sk - keys.stop - (Sq - rows.stop)
+        left, right = self
+        return Band(None if left is None else left - moved, None if right is None else right + moved)
+
     def covers(self, rows: range, keys: range, Sq: int, Sk: int) -> bool:
         """True when every row of the tile sees every key of it, so that the tile needs no mask."""
         shift = Sk - Sq

@@ -1,4 +1,4 @@
-"""PyTorch's own CPU flash kernel: full and causal attention, with masks; varlen one sequence at a time."""
+"""PyTorch's own CPU flash kernel, with masks, and bands as masks; varlen one sequence at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ..problem import Inputs, Problem, Saved, has_float_mask
 from ..reference import at_once, sinks, tiled
 from ..reference.host import bias_of
 from ..reference.scoring import working_dtype
-from . import sequences
+from . import bands, sequences
+from .bands import Block, Hidden
 from .base import (
     SEQUENCE_FIRST,
     BackwardLaunch,
@@ -37,7 +38,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 _RANKS = (2, 4)
 """Numbers of dimensions that a mask of the kernel may have."""
-_MANY = 1 << 13
+_MANY = 1 << 11
 """Scores from which on the products of a backward take less time than the calls that make them."""
 _FEW_ROWS, _NARROW = 192, 64
 """Rows below which torch's backward in 16 bits takes blocks of 32, and columns up to which others are faster
@@ -54,9 +55,12 @@ _ORDINARY = bytes({*range(256)} - {0x00, 0x7F, 0x80, 0xFF})
 class Cpu(CallsTorch, WithoutWeights):
     """The `cpu` backend.
 
-    Varlen runs one sequence at a time; sequences that the kernel cannot serve (empty ones, causal ones with
-    more or fewer keys than queries) run on `Tiled`. So do calls with a score that is NaN or infinite: the
-    kernel turns some of those into zeros where NaN should propagate."""
+    Of a band the kernel gets the rows and keys that are not hidden altogether (`bands.Block`). What it has no
+    flag for is a mask; it goes to `Tiled`, which leaves tiles out, if that is faster.
+
+    Varlen runs one sequence at a time; sequences that the kernel does not serve, as empty ones, run on
+    `Tiled`. So do calls with a score that is NaN or infinite: the kernel turns some of those into zeros where
+    NaN should propagate."""
 
     name = "cpu"
 
@@ -75,17 +79,22 @@ class Cpu(CallsTorch, WithoutWeights):
             if not band.is_full and not band.is_causal:
                 why.append(f"the window is {tuple(band)}, and it serves full and causal sequences")
             return why
-        why += not_top_left(problem)
         if 0 in extent:
             why.append("the problem is empty, and PyTorch's kernel divides by its sizes")
+        else:
+            why += bands.beyond(problem)
         return why
 
     def forward(self, inputs: Inputs, problem: Problem) -> Results:
         if problem.spec.varlen:
             return sequences.forward(inputs, problem, self._or_tiled)
+        if bands.is_slow(problem):
+            return Tiled().forward(inputs, problem)
+        if (block := Block.of(problem)) is not None:
+            return block.forward(inputs, problem, self)
         q, k, v = heads_first(inputs.q, inputs.k, inputs.v)
-        mask, causal = _added(inputs.attn_mask, q.dtype), is_causal(problem)
-        out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=problem.scale)
+        mask = _added(inputs.attn_mask, Hidden.of(problem), q.dtype)
+        out, lse = _forward(q, k, v, 0.0, is_causal(problem), attn_mask=mask, scale=problem.scale)
         lse = lse.contiguous()
         if _is_odd(lse) and not _is_explained(lse, inputs, problem):
             return Tiled().forward(inputs, problem)
@@ -98,13 +107,17 @@ class Cpu(CallsTorch, WithoutWeights):
     def backward(self, saved: Saved, inputs: Inputs, problem: Problem) -> Grads:
         if problem.spec.varlen:
             return sequences.backward(saved, inputs, problem, self._or_tiled)
+        if bands.is_slow(problem):
+            return Tiled().backward(saved, inputs, problem)
+        if (block := Block.of(problem)) is not None:
+            return block.backward(saved, inputs, problem, self)
         if _is_faster_at_once(inputs, problem):
             return Tiled().backward(saved, inputs, problem)
         dout, q, k, v, out = heads_first(saved.dout, inputs.q, inputs.k, inputs.v, saved.out)
         if saved.lse_low is not None:
             dout = _corrected(dout, saved.lse_low)
-        mask, lse = _added(inputs.attn_mask, q.dtype), saved.lse
-        if mask is not None:
+        mask, lse = _added(inputs.attn_mask, Hidden.of(problem), q.dtype), saved.lse
+        if inputs.attn_mask is not None:
             lse = _without_infinity(lse)
         grads = _backward(
             dout, q, k, v, out, lse, 0.0, is_causal(problem), attn_mask=mask, scale=problem.scale
@@ -116,7 +129,9 @@ class Cpu(CallsTorch, WithoutWeights):
         careful = super().prepare(inputs, problem, order)
         if careful is None or not _is_simple(inputs, problem):
             return careful
-        causal, scale, dtype = is_causal(problem), problem.scale, inputs.q.dtype
+        if (block := Block.of(problem)) is not None:
+            return block.prepare(inputs, problem, order, self)
+        causal, scale, hidden, dtype = is_causal(problem), problem.scale, Hidden.of(problem), inputs.q.dtype
         heads_first, out_heads_first = order
         q_layout, k_layout, v_layout = (Layout.of(x.transpose(1, 2)) for x in inputs[:3])
         out_made = _Made.of(inputs.q)  # D and Dv are equal
@@ -128,10 +143,11 @@ class Cpu(CallsTorch, WithoutWeights):
             given = q, k, v
             if not heads_first:
                 q, k, v = view(q, *q_layout), view(k, *k_layout), view(v, *v_layout)
-            if attn_mask is None:
+            if attn_mask is None and hidden is None:
                 out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
             else:
-                out, lse = _forward(q, k, v, 0.0, causal, attn_mask=_added(attn_mask, dtype), scale=scale)
+                mask = _added(attn_mask, hidden, dtype)
+                out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
             if _is_odd(lse) and not _is_explained(lse, seen(*given, attn_mask), problem):
                 return careful(*given, attn_mask)
             return out if out_heads_first else out_made.returned(out, False), lse, None, None
@@ -143,9 +159,13 @@ class Cpu(CallsTorch, WithoutWeights):
     ) -> BackwardLaunch | None:
         careful = super().prepare_backward(saved, inputs, problem, order)
         in_place = saved.dout.stride(-1) == saved.out.stride(-1) == 1
-        if not in_place or not _is_simple(inputs, problem) or _is_faster_at_once(inputs, problem):
+        if not in_place or not _is_simple(inputs, problem):
             return careful
-        causal, scale, dtype = is_causal(problem), problem.scale, inputs.q.dtype
+        if (block := Block.of(problem)) is not None:
+            return block.prepare_backward(saved, inputs, problem, order, self)
+        if _is_faster_at_once(inputs, problem):
+            return careful
+        causal, scale, hidden, dtype = is_causal(problem), problem.scale, Hidden.of(problem), inputs.q.dtype
         heads_first, out_heads_first = order
         seen = Views.of(inputs, order)
         given = saved.dout, saved.out, *inputs[:3]
@@ -170,10 +190,11 @@ class Cpu(CallsTorch, WithoutWeights):
                 dout, out = view(dout, *dout_layout), view(out, *out_layout)
             if not heads_first:
                 q, k, v = view(q, *q_layout), view(k, *k_layout), view(v, *v_layout)
-            if attn_mask is None:
+            if attn_mask is None and hidden is None:
                 grads = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
             else:
-                mask, lse = _added(attn_mask, dtype), _without_infinity(lse)
+                mask = _added(attn_mask, hidden, dtype)
+                lse = lse if attn_mask is None else _without_infinity(lse)
                 dout = dout if low is None else _corrected(dout, low)
                 grads = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
             dq, dk, dv = grads
@@ -216,11 +237,18 @@ class _Made(NamedTuple):
         return result.transpose(1, 2) if heads_first else result
 
 
-def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _added(mask: Tensor | None, hidden: Hidden | None, dtype: torch.dtype) -> Tensor | None:
+    """What the kernel adds to scores: an attn_mask, and a band for which it has no flag."""
+    added = None if mask is None else _floating(mask, dtype)
+    if hidden is None:
+        return added
+    band = bands.bias(hidden)
+    return band if added is None else added + band
+
+
+def _floating(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """An attn_mask in the form that the kernel takes: floating, in q's dtype or the dtype of its sums, and
     with two or four dimensions."""
-    if mask is None:
-        return None
     if mask.dim() not in _RANKS:
         mask = mask[(None,) * (2 - mask.dim() % 2)]
     if mask.dtype == dtype:
@@ -231,9 +259,9 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _is_simple(inputs: Inputs, problem: Problem) -> bool:
-    """Whether torch's kernel takes q, k and v in place, and there is nothing else than a mask."""
+    """Whether torch's kernel takes q, k and v in place, and there is nothing else than a mask and a band."""
     in_place = all(x.stride(-1) == 1 for x in inputs[:3])
-    return in_place and inputs.sinks is None and not problem.spec.varlen
+    return in_place and inputs.sinks is None and not problem.spec.varlen and not bands.is_slow(problem)
 
 
 def _is_faster_at_once(inputs: Inputs, problem: Problem) -> bool:
@@ -263,6 +291,8 @@ def _is_explained(lse: Tensor, inputs: Inputs, problem: Problem) -> bool:
     """Whether an odd lse is right. Rows that see nothing have 0, and get -inf here."""
     mask = inputs.attn_mask
     if mask is not None:
+        if (hidden := Hidden.of(problem)) is not None:
+            mask = _floating(mask, inputs.q.dtype) + bands.bias(hidden)
         nothing = sees_nothing(mask, is_causal(problem), problem.extent.Sq)
         if nothing.any():
             if _is_odd(lse.masked_fill_(nothing, 1.0)) and not _has_finite_scores(inputs, problem):
@@ -326,19 +356,9 @@ def beyond_plain(problem: Problem) -> list[str]:
 
 
 def is_causal(problem: Problem) -> bool:
-    return not problem.band.hides_nothing(problem.extent.Sq, problem.extent.Sk)
-
-
-def not_top_left(problem: Problem) -> list[str]:
-    """The reason if a dense problem is neither full nor causal aligned to the top left."""
-    band, extent = problem.band, problem.extent
-    is_top_left_causal = band.left is None and band.right == extent.Sq - extent.Sk
-    if is_top_left_causal or band.hides_nothing(extent.Sq, extent.Sk):
-        return []
-    return [
-        f"the window is {tuple(band)} for Sq={extent.Sq}, Sk={extent.Sk}, "
-        "and it serves full attention, and causal aligned to the top left"
-    ]
+    """Whether the band hides every key after i of row i, and one at all."""
+    band, (_, Sq, Sk, _, _) = problem.band, problem.extent
+    return band.right is not None and band.right <= Sq - Sk and not band.hides_nothing(Sq, Sk)
 
 
 def heads_first(*tensors: Tensor) -> list[Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..masks import Band
 from ..problem import has_float_mask
 from .dropout import Dropout
 from .host import bias_of
@@ -22,6 +23,8 @@ from .tiled import Gradients, blocks, exp_, is_faithful
 
 _MOST = 1 << 21
 """Scores held at once, in float32 8 MiB."""
+_MOST_OF_WINDOW = 1 << 15
+"""Scores of a head up to which tiles that a window hides are not worth leaving out."""
 _MOST_IN_BACKWARD = 1 << 19
 """The same in a backward without dropout, unless one head has more."""
 
@@ -44,7 +47,7 @@ def is_small(q: Tensor, k: Tensor, scoring: Scoring) -> bool:
     """
     (B, Sq, Hq, D), (_, Sk, Hk, _) = q.shape, k.shape
     left, right = scoring.band
-    skips_tiles = left is not None and right is not None
+    skips_tiles = left is not None and right is not None and Sq * Sk > _MOST_OF_WINDOW
     is_usual = Hq == Hk and not scoring.softcap and not skips_tiles
     return is_usual and q.device.type == "cpu" and B > 0 and D > 0 and 0 < Hq * Sq * Sk <= _MOST
 
@@ -134,7 +137,7 @@ def _scores(q: Tensor, k: Tensor, scoring: Scoring, batch: range) -> tuple[Tenso
     """The masked scores in the working dtype, and whether there is a mask or a band."""
     work = working_dtype(q.dtype)
     scores = (q.to(work).transpose(1, 2) @ k.to(work).permute(0, 2, 3, 1)).mul_(scoring.scale)
-    mask, (left, right), biased = scoring.attn_mask, scoring.band, False
+    mask, biased = scoring.attn_mask, False
     Sq, Sk = scores.shape[-2:]
     if mask is not None:
         if len(batch) < mask.shape[0]:
@@ -142,15 +145,21 @@ def _scores(q: Tensor, k: Tensor, scoring: Scoring, batch: range) -> tuple[Tenso
         scores += _bias(mask, scores.dtype)
         biased = True
     if not scoring.band.hides_nothing(Sq, Sk):
-        # One of both bounds alone, as `is_small` says.
-        outside = scores.new_full((Sq, Sk), -torch.inf)
-        if left is not None:
-            outside.tril_(Sk - Sq - left - 1)
-        elif right is not None:
-            outside.triu_(Sk - Sq + right + 1)
-        scores += outside
+        scores += outside(scoring.band, Sq, Sk, scores.dtype)
         biased = True
     return scores, biased
+
+
+def outside(band: Band, Sq: int, Sk: int, dtype: torch.dtype) -> Tensor:
+    """What a band adds to scores on the CPU, (Sq, Sk): 0, or -inf where it hides a key."""
+    left, right = band
+    found = None
+    if left is not None:
+        found = torch.full((Sq, Sk), -torch.inf, dtype=dtype, device="cpu").tril_(Sk - Sq - left - 1)
+    if right is not None:
+        above = torch.full((Sq, Sk), -torch.inf, dtype=dtype, device="cpu").triu_(Sk - Sq + right + 1)
+        found = above if found is None else found.add_(above)
+    return torch.zeros((Sq, Sk), dtype=dtype, device="cpu") if found is None else found
 
 
 def _factors(dropout: Dropout, weights: Tensor, B: int, batch: range) -> Tensor:

@@ -51,7 +51,6 @@ def test_plain_calls_run_torchs_cpu_kernel() -> None:
     ("kwargs", "sentence"),
     [
         ({"softcap": 2.0}, "softcap is 2.0"),
-        ({"window": (1, 1)}, "the window is (1, 1)"),
         ({"dropout_p": 0.5}, "dropout_p is 0.5"),
         ({"scale": -1.0}, "scale is -1.0"),
     ],
@@ -60,6 +59,14 @@ def test_reasons_name_the_feature(kwargs: dict[str, object], sentence: str) -> N
     reasons = flash4_torch.support(X, X, X, **kwargs)
     assert any(sentence in why for why in reasons["cpu"])
     assert reasons["tiled"] == []
+
+
+def test_reasons_name_the_window() -> None:
+    x = torch.empty(1, 1024, 2, 8)
+    (why,) = flash4_torch.support(x, x, x, window=(1, 1))["cpu"]
+    assert why.startswith("the window is (1, 1) for Sq=1024, Sk=1024, and plain torch is faster")
+    (why,) = flash4_torch.support(x[:, :2], x[:, :1], x[:, :1], window=(None, -3))["cpu"]
+    assert why == "the window is (None, -3) for Sq=2, Sk=1, and it hides every key"
 
 
 def test_gradient_of_lse_goes_to_tiled() -> None:
@@ -99,7 +106,7 @@ def test_the_log_names_the_backend_once(
     monkeypatch.setenv("FLASH4_LOG", "backend")
     x = torch.randn(1, 13, 2, 8)
     for _ in range(3):
-        flash4_torch.attention(x, x, x, window=(5, 5))
+        flash4_torch.attention(x, x, x, softcap=5.0)
     printed = capfd.readouterr().err.splitlines()
     assert len(printed) == 1 and "tiled serves attention forward" in printed[0] and "Sq=13" in printed[0]
 

@@ -43,3 +43,16 @@ def test_tiles(left: int | None, right: int | None, Sq: int, Sk: int, a: int, b:
         assert band.covers(rows, keys, Sq, Sk) == all(table[i][j] for i in rows for j in keys)
     if Sq and Sk:
         assert band.hides_nothing(Sq, Sk) == all(map(all, table))
+
+
+@given(BOUND, BOUND, st.integers(1, 10), st.integers(1, 10))
+def test_blocks(left: int | None, right: int | None, Sq: int, Sk: int) -> None:
+    band = Band(left, right)
+    table = visible(band, Sq, Sk)
+    seen = [i for i in range(Sq) if any(table[i])]
+    rows = band.rows(Sq, Sk)
+    assert list(rows) == seen
+    if seen:
+        keys = band.keys(rows, Sq, Sk)
+        of_block = band.of_block(rows, keys, Sq, Sk)
+        assert visible(of_block, len(rows), len(keys)) == [[table[i][j] for j in keys] for i in rows]

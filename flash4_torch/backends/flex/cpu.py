@@ -60,7 +60,7 @@ class Cpu:
             why.append("it takes mask_mod with a block mask only")
         if spec.varlen:
             why.append("the sequences are packed, and it serves dense ones")
-        # Windows are served too, by `tiled`'s attention.
+        # Windows that the kernel does not serve are served too, by `tiled`'s attention.
         return why + self._kernel.why_not(plain_problem(problem._replace(band=Band())))
 
     def forward(self, inputs: FlexInputs, problem: FlexProblem) -> tuple[Tensor, Tensor, Tensor]:
