@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
 from .. import ops
-from ..attend import Request
+from ..attend import PackedRequest, Request
 from ..errors import ScriptError
 from ..fast_path import Door
 from ..ops.check import is_stock_sdpa, not_in_torchs_context_parallel
@@ -25,6 +25,7 @@ from .contract import Call
 from .ragged import Ragged
 
 _DOOR = Door("MultiheadAttention")
+_PACKED_DOOR = Door("MultiheadAttention of sequences", varlen=True)
 Self = TypeVar("Self", bound="MultiheadAttention")
 
 
@@ -335,28 +336,34 @@ class MultiheadAttention(nn.MultiheadAttention):
         key = query if call.key is call.query else Ragged("key", call.key)
         value = key if call.value is call.key else Ragged("value", call.value)
         key.check_lengths_of("value", value)
-        q, k, v = (
-            x.unflatten(-1, (self.num_heads, self.head_dim))
-            for x in self._project(query.values, key.values, value.values)
-        )
-        q, k, v = ops.autocast_inputs(q, k, v)
+        projected = self._project(query.values, key.values, value.values)
+        out, weights = self._attend_sequences(query, key, projected, call)
+        rows = out.reshape(-1, self.embed_dim)
+        return query.rewrap(F.linear(rows, self.out_proj.weight, self.out_proj.bias)), weights
 
-        options, weights = self._options(None), None
-        rng_state = self._draw_rng_state(q)
-        if call.need_weights:
-            # The weights of all sequences fit one tensor only when padded; stock pads them too.
-            real = query.is_real()
-            both_real = real[:, None, :, None] & key.is_real()[:, None, None, :]
-            padded = query.padded(q), key.padded(k), key.padded(v)
-            scored_by = both_real, None, rng_state
-            out, _, weights = ops.attention_and_weights(
-                *padded, *scored_by, options, call.average_attn_weights
-            )
-            out = out[real]
-        else:
-            sequences = query.cu_seqlens, key.cu_seqlens, None, rng_state, query.max_seqlen, key.max_seqlen
-            out, _ = ops.attention_varlen(q, k, v, *sequences, options)
-        return query.rewrap(F.linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias)), weights
+    def _attend_sequences(
+        self, query: Ragged, key: Ragged, projected: Sequence[Tensor], call: Call
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' rows of all sequences, one after the other, and the weights or None."""
+        options, heads = self._options(None), (self.num_heads, self.head_dim)
+        has_more = call.need_weights or torch.is_grad_enabled() or options.dropout_p
+        if query.length and key.length and not has_more:
+            # Sequences of one length are a batch.
+            lengths = query.length, key.length, key.length
+            q, k, v = (x.view(-1, S, *heads) for x, S in zip(projected, lengths, strict=True))
+            return Request(_DOOR, q, k, v, None, options).served()[0], None
+        q, k, v = (x.unflatten(-1, heads) for x in projected)
+        if not call.need_weights:
+            sequences = query.cu_seqlens, key.cu_seqlens, query.max_seqlen, key.max_seqlen
+            return PackedRequest(_PACKED_DOOR, q, k, v, *sequences, options).served(), None
+        # The weights of all sequences fit one tensor only when padded; stock pads them too.
+        q, k, v = ops.autocast_inputs(q, k, v)
+        real = query.is_real()
+        both_real = real[:, None, :, None] & key.is_real()[:, None, None, :]
+        scored_by = both_real, None, self._draw_rng_state(q)
+        padded = query.padded(q), key.padded(k), key.padded(v)
+        out, _, weights = ops.attention_and_weights(*padded, *scored_by, options, call.average_attn_weights)
+        return out[real], weights
 
 
 def _would_bypass(asker: FrameType | None) -> bool:
