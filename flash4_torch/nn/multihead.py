@@ -20,7 +20,7 @@ from ..errors import ScriptError
 from ..fast_path import Door
 from ..ops.check import is_stock_sdpa, not_in_torchs_context_parallel
 from ..problem import CallOptions
-from . import contract, padding, prepared, tracing
+from . import contract, encoder, padding, prepared, tracing
 from .contract import Call
 from .ragged import Ragged
 
@@ -143,15 +143,25 @@ class MultiheadAttention(nn.MultiheadAttention):
         """The stock value, except for callers that would then call a fused kernel instead of this module.
 
         nn.TransformerEncoderLayer in evaluation, and code modelled on it, reads no other property of its
-        attention that this class could change without giving every reader a wrong value.
+        attention that this class could change without giving every reader a wrong value. `encoder` says where
+        its kernel is the fastest.
         """
         if is_dynamo_compiling():  # dynamo cannot trace the stack query, and traces no other reader
             return False
-        return self.__dict__["_qkv_same_embed_dim"] and not _would_bypass(sys._getframe(1))
+        if not self.__dict__["_qkv_same_embed_dim"]:
+            return False
+        asker = sys._getframe(1)
+        if asker.f_code is encoder.FORWARD:
+            return self._may_be_bypassed(asker)
+        return not _would_bypass(asker)
 
     @_qkv_same_embed_dim.setter
     def _qkv_same_embed_dim(self, value: bool) -> None:
         self.__dict__["_qkv_same_embed_dim"] = value
+
+    def _may_be_bypassed(self, asker: FrameType) -> bool:
+        is_usual = type(self) is MultiheadAttention and "forward" not in self.__dict__
+        return is_usual and self.flash4_context_parallel is None and encoder.serves(self, asker)
 
     def forward(
         self,

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentError, ShapeError
@@ -79,7 +78,7 @@ class Ragged:
             raise ShapeError(name, "a nested tensor of other lengths than key", "they must be the same")
 
     def rewrap(self, values: Tensor) -> Tensor:
-        """Values (T, E') as a nested tensor with the lengths and the layout of this one."""
+        """Values (T, E) as a nested tensor with the lengths and the layout of this one."""
         if self._is_jagged:
             return torch.nested.nested_tensor_from_jagged(
                 values,
@@ -87,7 +86,7 @@ class Ragged:
                 min_seqlen=self._nested._get_min_seqlen(),
                 max_seqlen=self.max_seqlen,
             )
-        if self._is_in_place and values.shape == self.values.shape and values.is_contiguous():
+        if self._is_in_place:
             x = self._nested
             layout = x._nested_tensor_size(), x._nested_tensor_strides(), x._nested_tensor_storage_offsets()
             # Not a view: who made it without gradients could not change it in place where there are some.
@@ -109,7 +108,7 @@ def _rows_in_place(nested: Tensor) -> Tensor | None:
 
     Gradients are left to torch's functions of sequences.
     """
-    if is_dynamo_compiling() or is_grad_enabled() or not nested.is_contiguous():
+    if is_grad_enabled() or not nested.is_contiguous():
         return None
     buffer, widths = nested.values(), {width for _, width in nested._nested_tensor_size().tolist()}
     if len(widths) > 1 or buffer.numel() != nested.numel():

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash4_torch import fast_path, ops, testing
-from flash4_torch.attend import PackedRequest
+from flash4_torch.attend import PackedRequest, Request
 from flash4_torch.fast_path import Door, Returned
-from flash4_torch.nn import MultiheadAttention, ragged
+from flash4_torch.nn import MultiheadAttention, multihead, ragged
 from flash4_torch.nn.ragged import Ragged
 from flash4_torch.problem import CallOptions
 
@@ -58,7 +58,7 @@ def packed(attention: MultiheadAttention, *call: Tensor) -> Tensor:
     st.sampled_from([0.0, 0.5]),
 )
 def test_the_same_bits(lengths: list[int], keys: int | None, dtype: torch.dtype, dropout: float) -> None:
-    """Of self-attention and of other keys; twice, because the second call may be a prepared one."""
+    """Self-attention and other keys; twice, because the second call may be a prepared one."""
     query = nested(lengths, dtype)
     key = query if keys is None else nested([keys] * len(lengths), dtype, seed=1)
     attention = module(dtype, dropout)
@@ -73,7 +73,8 @@ def test_the_same_bits(lengths: list[int], keys: int | None, dtype: torch.dtype,
 @lengths
 def test_sequences_are_not_copied(lengths: list[int]) -> None:
     x = nested(lengths)
-    assert Ragged("x", x.requires_grad_()).values.requires_grad
+    copied = Ragged("x", x.requires_grad_()).values
+    assert copied.requires_grad and (copied.data_ptr() != x.values().data_ptr() or not sum(lengths))
     with torch.no_grad():
         found = Ragged("x", x)
         assert found.values.data_ptr() == x.values().data_ptr() and found.values.shape == (sum(lengths), E)
@@ -111,6 +112,25 @@ def test_memory_in_another_order(make: Any, lengths: list[int]) -> None:
         out, _ = module()(odd, odd, odd, need_weights=False)
         expected, _ = module()(usual, usual, usual, need_weights=False)
     assert same(out, expected)
+
+
+def test_sequences_of_several_widths() -> None:
+    x = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(4, 4)])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        Ragged("x", x)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_a_batch(grad: bool, dropout: float) -> None:
+    """Gradients and dropout are those of packed sequences."""
+    x, attention = nested([4, 4]), module(dropout=dropout)
+    with (
+        mock.patch.object(multihead, "Request", side_effect=Request) as request,
+        torch.set_grad_enabled(grad),
+    ):
+        attention(x, x, x, need_weights=False)
+    assert request.called != (grad or dropout > 0.0)
 
 
 @lengths
@@ -151,6 +171,14 @@ def test_who_observes_sees_the_operator(lengths: list[int], operator: str) -> No
 def _request() -> PackedRequest:
     q, ends = torch.empty(7, H, 8, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
     return PackedRequest(Door("some", varlen=True), q, q, q, ends, ends, 4, 4, CallOptions(0.5))
+
+
+def test_packed_sequences_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, ends = torch.randn(7, H, 8), torch.tensor([0, 4, 7], dtype=torch.int32)
+    monkeypatch.setattr(fast_path, "lookup", None)
+    assert (
+        PackedRequest(*_request()[:1], q, q, q, ends, ends, 4, 4, CallOptions(0.5)).served().shape == q.shape
+    )
 
 
 def test_packed_sequences_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
