@@ -65,3 +65,42 @@ class Request(NamedTuple):
         inputs = Inputs(q, k, v, self.attn_mask)
         returned = Returned(average_heads=self.average_heads)
         fast_path.record(signature, self.door, inputs, self.options, returned=returned)
+
+
+class PackedRequest(NamedTuple):
+    """An attention call of packed sequences; its tensors are (T, H, D)."""
+
+    door: Door
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    options: CallOptions
+
+    def served(self) -> Tensor:
+        """The output (Tq, H, D)."""
+        if is_dynamo_compiling() or self.q.is_cpu:
+            return self._by_operators()[0]  # a CPU's backends prepare no such calls
+        given = self.cu_seqlens_q, self.cu_seqlens_k, None
+        max_seqlens = self.max_seqlen_q, self.max_seqlen_k
+        signature, call = fast_path.lookup(
+            self.door, self.q, self.k, self.v, given, (*self.options, *max_seqlens)
+        )
+        if call is not None:
+            out: Tensor = call.run(self.q, self.k, self.v, *given)
+            return out
+        out, (q, k, v) = self._by_operators()
+        inputs = Inputs(q, k, v, cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_k)
+        returned = Returned(lse=False)
+        fast_path.record(signature, self.door, inputs, self.options, max_seqlens, returned)
+        return out
+
+    def _by_operators(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The output, and q, k and v as the operator takes them."""
+        q, k, v = ops.autocast_inputs(self.q, self.k, self.v)
+        rng_state = ops.draw_rng_state(q.device) if self.options.dropout_p > 0.0 else None
+        beside = self.cu_seqlens_q, self.cu_seqlens_k, None, rng_state, self.max_seqlen_q, self.max_seqlen_k
+        return ops.attention_varlen(q, k, v, *beside, self.options)[0], (q, k, v)

@@ -15,17 +15,18 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 
 from .. import ops
-from ..attend import Request
+from ..attend import PackedRequest, Request
 from ..errors import ScriptError
 from ..fast_path import Door
 from ..ops.check import is_stock_sdpa, not_in_torchs_context_parallel
 from ..problem import CallOptions
-from . import contract, padding, prepared, tracing
+from . import contract, encoder, padding, prepared, tracing
 from .contract import Call
 from .projection import Parameters, parts_of
 from .ragged import Ragged
 
 _DOOR = Door("MultiheadAttention")
+_PACKED_DOOR = Door("MultiheadAttention of sequences", varlen=True)
 Self = TypeVar("Self", bound="MultiheadAttention")
 
 
@@ -143,15 +144,25 @@ class MultiheadAttention(nn.MultiheadAttention):
         """The stock value, except for callers that would then call a fused kernel instead of this module.
 
         nn.TransformerEncoderLayer in evaluation, and code modelled on it, reads no other property of its
-        attention that this class could change without giving every reader a wrong value.
+        attention that this class could change without giving every reader a wrong value. `encoder` says where
+        its kernel is the fastest.
         """
         if is_dynamo_compiling():  # dynamo cannot trace the stack query, and traces no other reader
             return False
-        return self.__dict__["_qkv_same_embed_dim"] and not _would_bypass(sys._getframe(1))
+        if not self.__dict__["_qkv_same_embed_dim"]:
+            return False
+        asker = sys._getframe(1)
+        if asker.f_code is encoder.FORWARD:
+            return self._may_be_bypassed(asker)
+        return not _would_bypass(asker)
 
     @_qkv_same_embed_dim.setter
     def _qkv_same_embed_dim(self, value: bool) -> None:
         self.__dict__["_qkv_same_embed_dim"] = value
+
+    def _may_be_bypassed(self, asker: FrameType) -> bool:
+        is_usual = type(self) is MultiheadAttention and "forward" not in self.__dict__
+        return is_usual and self.flash4_context_parallel is None and encoder.serves(self, asker)
 
     def forward(
         self,
@@ -338,28 +349,34 @@ class MultiheadAttention(nn.MultiheadAttention):
         key = query if call.key is call.query else Ragged("key", call.key)
         value = key if call.value is call.key else Ragged("value", call.value)
         key.check_lengths_of("value", value)
-        q, k, v = (
-            x.unflatten(-1, (self.num_heads, self.head_dim))
-            for x in self._project(query.values, key.values, value.values)
-        )
-        q, k, v = ops.autocast_inputs(q, k, v)
+        projected = self._project(query.values, key.values, value.values)
+        out, weights = self._attend_sequences(query, key, projected, call)
+        rows = out.reshape(-1, self.embed_dim)
+        return query.rewrap(F.linear(rows, self.out_proj.weight, self.out_proj.bias)), weights
 
-        options, weights = self._options(None), None
-        rng_state = self._draw_rng_state(q)
-        if call.need_weights:
-            # The weights of all sequences fit one tensor only when padded; stock pads them too.
-            real = query.is_real()
-            both_real = real[:, None, :, None] & key.is_real()[:, None, None, :]
-            padded = query.padded(q), key.padded(k), key.padded(v)
-            scored_by = both_real, None, rng_state
-            out, _, weights = ops.attention_and_weights(
-                *padded, *scored_by, options, call.average_attn_weights
-            )
-            out = out[real]
-        else:
-            sequences = query.cu_seqlens, key.cu_seqlens, None, rng_state, query.max_seqlen, key.max_seqlen
-            out, _ = ops.attention_varlen(q, k, v, *sequences, options)
-        return query.rewrap(F.linear(out.flatten(1), self.out_proj.weight, self.out_proj.bias)), weights
+    def _attend_sequences(
+        self, query: Ragged, key: Ragged, projected: Sequence[Tensor], call: Call
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' rows of all sequences, one after the other, and the weights or None."""
+        options, heads = self._options(None), (self.num_heads, self.head_dim)
+        has_more = call.need_weights or torch.is_grad_enabled() or options.dropout_p
+        if query.length and key.length and not has_more:
+            # Sequences of one length are a batch.
+            lengths = query.length, key.length, key.length
+            q, k, v = (x.view(-1, S, *heads) for x, S in zip(projected, lengths, strict=True))
+            return Request(_DOOR, q, k, v, None, options).served()[0], None
+        q, k, v = (x.unflatten(-1, heads) for x in projected)
+        if not call.need_weights:
+            sequences = query.cu_seqlens, key.cu_seqlens, query.max_seqlen, key.max_seqlen
+            return PackedRequest(_PACKED_DOOR, q, k, v, *sequences, options).served(), None
+        # The weights of all sequences fit one tensor only when padded; stock pads them too.
+        q, k, v = ops.autocast_inputs(q, k, v)
+        real = query.is_real()
+        both_real = real[:, None, :, None] & key.is_real()[:, None, None, :]
+        scored_by = both_real, None, self._draw_rng_state(q)
+        padded = query.padded(q), key.padded(k), key.padded(v)
+        out, _, weights = ops.attention_and_weights(*padded, *scored_by, options, call.average_attn_weights)
+        return out[real], weights
 
 
 def _would_bypass(asker: FrameType | None) -> bool:

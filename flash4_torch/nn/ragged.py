@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentError, ShapeError
@@ -17,7 +18,6 @@ class Ragged:
 
     Attributes:
         values: the sequences one after the other, (T, E).
-        cu_seqlens: start of each sequence and end of the last one, int32 (N + 1,).
         max_seqlen: length of the longest sequence.
     """
 
@@ -34,9 +34,9 @@ class Ragged:
             self.cu_seqlens = self._nested.offsets().to(torch.int32)
             self.max_seqlen = self._nested._get_max_seqlen()
         else:
-            self.values = torch.cat(nested.unbind())
-            ends = torch.tensor([0, *self.lengths]).cumsum(0)
-            self.cu_seqlens = ends.to(nested.device, torch.int32)
+            rows = _rows_in_place(nested)
+            self._is_in_place = rows is not None
+            self.values = torch.cat(nested.unbind()) if rows is None else rows
             self.max_seqlen = max(self.lengths)
 
     @property
@@ -44,11 +44,24 @@ class Ragged:
         return self._nested.layout == torch.jagged
 
     @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Start of each sequence and end of the last one, int32 (N + 1,)."""
+        ends = list(accumulate(self.lengths, initial=0))
+        return torch.tensor(ends, dtype=torch.int32, device=self.values.device)
+
+    @property
+    def length(self) -> int | None:
+        """The length of all sequences, if the host knows that they have the same, and it is not 0."""
+        if self._is_jagged or not self.max_seqlen or min(self.lengths) < self.max_seqlen:
+            return None
+        return self.max_seqlen
+
+    @cached_property
     def lengths(self) -> list[int]:
         """Length of each sequence; for a jagged tensor this reads from the device."""
         if self._is_jagged:
             return self._nested.offsets().diff().tolist()
-        return [sequence.shape[0] for sequence in self._nested.unbind()]
+        return [length for length, _ in self._nested._nested_tensor_size().tolist()]
 
     def check_lengths_of(self, name: str, other: Ragged) -> None:
         """Raises ShapeError unless `other`, named `name`, has the same lengths as this one.
@@ -65,7 +78,7 @@ class Ragged:
             raise ShapeError(name, "a nested tensor of other lengths than key", "they must be the same")
 
     def rewrap(self, values: Tensor) -> Tensor:
-        """Values (T, E') as a nested tensor with the lengths and the layout of this one."""
+        """Values (T, E) as a nested tensor with the lengths and the layout of this one."""
         if self._is_jagged:
             return torch.nested.nested_tensor_from_jagged(
                 values,
@@ -73,6 +86,11 @@ class Ragged:
                 min_seqlen=self._nested._get_min_seqlen(),
                 max_seqlen=self.max_seqlen,
             )
+        if self._is_in_place:
+            x = self._nested
+            layout = x._nested_tensor_size(), x._nested_tensor_strides(), x._nested_tensor_storage_offsets()
+            # Not a view: who made it without gradients could not change it in place where there are some.
+            return torch._nested_view_from_buffer_copy(values.view(-1), *layout)
         return torch.nested.as_nested_tensor(list(values.split(self.lengths)))
 
     def padded(self, values: Tensor) -> Tensor:
@@ -83,3 +101,16 @@ class Ragged:
         """Bool (N, max_seqlen), False where `padded` has zeros."""
         positions = torch.arange(self.max_seqlen, device=self.values.device)
         return positions < self.cu_seqlens.diff()[:, None]
+
+
+def _rows_in_place(nested: Tensor) -> Tensor | None:
+    """The sequences of a strided nested tensor one after the other, in its own memory; None if that has gaps.
+
+    Gradients are left to torch's functions of sequences.
+    """
+    if is_grad_enabled() or not nested.is_contiguous():
+        return None
+    buffer, widths = nested.values(), {width for _, width in nested._nested_tensor_size().tolist()}
+    if len(widths) > 1 or buffer.numel() != nested.numel():
+        return None
+    return buffer.view(-1, *widths)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import flash4_torch
 from flash4_torch import fast_path, ops
 from flash4_torch.errors import ArgumentError, ScriptError
-from flash4_torch.nn import MultiheadAttention, prepared, replace_attention
+from flash4_torch.nn import MultiheadAttention, encoder, prepared, replace_attention
 
 
 @pytest.fixture
@@ -80,9 +80,13 @@ class Wrapper(nn.Module):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("wrap", [lambda module: module, Wrapper])
 def test_encoder_of_a_swapped_layer(
-    calls: list[Tensor], wrap: Callable[[nn.Module], nn.Module], padded: bool
+    monkeypatch: pytest.MonkeyPatch,
+    calls: list[Tensor],
+    wrap: Callable[[nn.Module], nn.Module],
+    padded: bool,
 ) -> None:
     """Torch builds it without a warning, and does not compute it without calling the module."""
+    monkeypatch.setattr(encoder, "_LIMITS", {})
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     stock = nn.TransformerEncoder(layer, 2).eval()
     assert list(replace_attention(layer)) == ["self_attn"]

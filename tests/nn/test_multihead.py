@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 
 from flash4_torch import fast_path, ops
 from flash4_torch.errors import ArgumentError
-from flash4_torch.nn import MultiheadAttention, prepared, replace_attention
+from flash4_torch.nn import MultiheadAttention, encoder, prepared, replace_attention
 
 laws = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -663,7 +663,10 @@ def transformer_cases() -> dict[str, tuple[Callable[[], nn.Module], Callable[...
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad", "inference_mode"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", transformer_cases())
-def test_transformers_really_call_it(recorder: Recorder, name: str, padded: bool, mode: str) -> None:
+def test_transformers_really_call_it(
+    monkeypatch: pytest.MonkeyPatch, recorder: Recorder, name: str, padded: bool, mode: str
+) -> None:
+    monkeypatch.setattr(encoder, "_LIMITS", {})
     make, call, attentions = transformer_cases()[name]
     stock = make().train(mode == "train")
     swapped = copy.deepcopy(stock)
