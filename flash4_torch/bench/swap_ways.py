@@ -12,7 +12,7 @@ UNBATCHED = "unbatched"
 _KEYS_OF_THEIR_OWN = ("cross", "autocast-cross", "apart", "widths")
 _AT = {"shared-qk": (0, 0, 1), "cross": (0, 1, 1), "autocast-cross": (0, 1, 1), "apart": (0, 1, 2)}
 _AT["widths"] = _AT["apart"]
-"""Which of the inputs are query, key and value; all are the first in other ways."""
+"""Indices of query, key and value among the inputs; all are the first in other ways."""
 
 
 def module(case: SwapCase, device: str) -> nn.MultiheadAttention:
@@ -31,13 +31,13 @@ def module(case: SwapCase, device: str) -> nn.MultiheadAttention:
 
 
 def shape_of_weights(case: SwapCase) -> tuple[int, int, int, int]:
-    """(B, H, Sq, Sk)"""
+    """Sizes of the weights, (B, H, Sq, Sk)."""
     _, H, B, S = case.size
     return 1 if case.way == UNBATCHED else B, H, S, S // 2 if case.way in _KEYS_OF_THEIR_OWN else S
 
 
 def shapes(case: SwapCase) -> list[tuple[int, ...]]:
-    """Those of the inputs, each one once."""
+    """Sizes of the inputs, each one once."""
     B, _, Sq, Sk = shape_of_weights(case)
     E = case.size.E
     widths = (E, E // 2, E // 4) if case.way == "widths" else (E, E, E)

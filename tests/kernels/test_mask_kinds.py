@@ -83,7 +83,7 @@ def test_a_single_row_is_looked_at_later():
     assert own.known_tables() is not None
 
 
-@pytest.mark.parametrize(("Sq", "most"), [(130, 512), (1, 128)])
+@pytest.mark.parametrize(("Sq", "most"), [(130, 512), (1, 256)])
 def test_masks_of_few_keys_are_never_examined(Sq, most):
     """Next to many scores they are."""
     for Sk, is_small in ((1, True), (most, True), (most + 1, False)):

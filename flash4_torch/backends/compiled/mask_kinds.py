@@ -28,8 +28,8 @@ _CALLS = 61
 _KINDS = 256
 _PENDING = 2
 """An answer that has not come yet."""
-_FEW_BLOCKS = 4
-"""Blocks of keys, at most, of a mask that is not worth a look; one, if all queries have the same row."""
+_FEW_BLOCKS, _FEW_OF_ONE_ROW = 4, 2
+"""Blocks of keys, at most, of a mask that is not worth a look, and of one whose queries have the same row."""
 _FEW_SCORES = 1 << 24
 """Scores, at most, of a call whose mask is not worth a look. On an H200 2^23 at S 512 and D 128 take 22 us,
 and 31 with blocks above the diagonal left out, the look included."""
@@ -41,7 +41,7 @@ class MaskKind:
     def __init__(self, plan: MaskPlan, sizes: tuple[int, ...], device: torch.device, few_scores: bool):
         self._device, self._rows = device, sizes[0]
         self._at = mask_tables.place(plan, *sizes)
-        few = _FEW_BLOCKS if sizes[2] > 1 else 1
+        few = _FEW_BLOCKS if sizes[2] > 1 else _FEW_OF_ONE_ROW
         self._is_small = self._at.NB <= few and few_scores
         self._is_dense = False
         # A single row may be generation, whose masks grow: each size comes once a layer.
