@@ -275,9 +275,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             return F.linear(query, weight, bias).chunk(3, -1)
         sizes = [self.embed_dim * n for n in parts]
         biases = [None] * len(parts) if bias is None else bias.split(sizes)
-        inputs = (query, key if parts[0] == 1 else value, value)
+        inputs = (query, value) if len(parts) == 2 else (query, key, value)
         found: list[Tensor] = []
-        for x, own, b, n in zip(inputs[: len(parts)], weight.split(sizes), biases, parts, strict=True):
+        for x, own, b, n in zip(inputs, weight.split(sizes), biases, parts, strict=True):
             found += F.linear(x, own, b).chunk(n, -1)
         return found
 

@@ -80,7 +80,7 @@ class Projection(NamedTuple):
             return (call.query,)
         if len(self.parts) == 3:
             return call[:3]
-        return call.query, call.key if self.parts[0] == 1 else call.value
+        return call.query, call.value
 
     def apart(self, tensors: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Any]]:
         """The inputs of products, the weights, and the tensors that follow."""

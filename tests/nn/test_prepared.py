@@ -138,9 +138,17 @@ ONE_OF_EACH = [
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("saves_weights", [False, True])
 def test_gradients_of_a_batch_are_those_of_each(
-    way: Way, need_weights: bool, create_graph: bool, cast: bool
+    way: Way,
+    need_weights: bool,
+    create_graph: bool,
+    cast: bool,
+    saves_weights: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not saves_weights:
+        monkeypatch.setattr(materialized, "of", lambda *args: None)
     attention, inputs = a_call(way)
     wanted = [*{id(x): x for x in inputs}.values(), *attention.parameters()]
     for _ in range(3):
@@ -153,6 +161,20 @@ def test_gradients_of_a_batch_are_those_of_each(
             for found, one in zip(batch, torch.autograd.grad(out, wanted, dout, **more), strict=True):
                 error = 3e-2 if cast else 1e-5
                 torch.testing.assert_close(found[i], one, rtol=error, atol=error)
+
+
+def test_ways_of_equal_sizes_are_told_apart() -> None:
+    attention = module(bias=False).eval()
+    x, y, z = (torch.randn(N, S, E, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    calls = [(x, x, x), (x, y, y), (x, x, y), (x, y, x), (x, y, z), (y, x, x)]
+    with torch.no_grad():
+        rounds = [[attention(*call, need_weights=False)[0] for call in calls] for _ in range(3)]
+    assert all(map(torch.equal, rounds[1], rounds[2]))
+    with testing.backends_used():
+        for call, *made in zip(calls, *rounds, strict=True):
+            expected, _ = attention(*call, need_weights=False)
+            for out in made:
+                torch.testing.assert_close(out, expected)
 
 
 def a_call(way: Way) -> tuple[nn.MultiheadAttention, tuple[Tensor, Tensor, Tensor]]:
@@ -194,7 +216,17 @@ def test_other_modules_do_not_take_it() -> None:
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("frozen", ["", "inputs", "in_proj"])
-def test_second_derivatives_raise_as_before(way: Way, need_weights: bool, cast: bool, frozen: str) -> None:
+@pytest.mark.parametrize("saves_weights", [False, True])
+def test_second_derivatives_raise_as_before(
+    way: Way,
+    need_weights: bool,
+    cast: bool,
+    frozen: str,
+    saves_weights: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not saves_weights:
+        monkeypatch.setattr(materialized, "of", lambda *args: None)
     attention, inputs = a_call(way)
     for x in inputs if frozen == "inputs" else ():
         x.requires_grad_(False)
