@@ -135,11 +135,16 @@ KIND = ("way", "compiled", "dtype", "mode", "mask", "dropout", "need_weights")
 """The fields of a kind of call."""
 
 
+def kind_of(row: Row) -> tuple[object, ...]:
+    """The kind of a row's call; results from before there were ways are of self-attention."""
+    return row.get("way", SELF), *(row[name] for name in KIND[1:])
+
+
 def lines(rows: Iterable[Row]) -> dict[tuple[object, ...], dict[str, Row]]:
     """Rows by kind of call, then by size."""
     found: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(name, SELF) for name in KIND), {})[size_of(row)] = row
+        found.setdefault(kind_of(row), {})[size_of(row)] = row
     return found
 
 
@@ -201,7 +206,7 @@ def _summary(rows: list[Row]) -> Iterator[str]:
 def _sentence(row: Row) -> str:
     """A slow cell in full."""
     ratio, seconds = ratio_of(row), row["seconds"]
-    words = ", ".join(f"{name} {plain(row[name])}" for name in KIND)
+    words = ", ".join(f"{name} {plain(value)}" for name, value in zip(KIND, kind_of(row), strict=True))
     served = ", ".join(sorted(set(row["served_by"].values()))) or "torch's own operators"
     return (
         f"  {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}, {ratio.rounds} rounds): "

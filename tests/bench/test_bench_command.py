@@ -172,7 +172,7 @@ def test_selection_takes_what_it_names() -> None:
             ["--cells", "D=64", "C=2"],
             "--cells is 'C=2', but it must be NAME=VALUE,... with one of "
             "D, causal, S, Hk, dtype, feature, direction, B, Sq, E, mode, mask, dropout, need_weights, "
-            "compiled, mod",
+            "compiled, mod, way",
         ),
         (["--device", "cuda"], "--device is cuda, but torch sees no GPU"),
         (["--plot", "here"], "--plot needs matplotlib: pip install 'flash4_torch[demo]'"),
