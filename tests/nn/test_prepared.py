@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from everything import examples
 from flash4_torch import testing
 from flash4_torch.errors import DoubleBackwardError
 from flash4_torch.fast_path import gradients
-from flash4_torch.nn import materialized, prepared
+from flash4_torch.nn import fused, materialized, prepared
 from flash4_torch.nn.contract import Call
 from flash4_torch.nn.projection import Parameters
 from live_bytes import can_be_counted, peak_of
@@ -161,6 +162,71 @@ def test_gradients_of_a_batch_are_those_of_each(
             for found, one in zip(batch, torch.autograd.grad(out, wanted, dout, **more), strict=True):
                 error = 3e-2 if cast else 1e-5
                 torch.testing.assert_close(found[i], one, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("way", ONE_OF_EACH)
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("saves_weights", [False, True])
+def test_a_backward_under_autocast_is_as_exact(
+    way: Way, need_weights: bool, saves_weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not saves_weights:
+        monkeypatch.setattr(materialized, "of", lambda *args: None)
+    attention, inputs = a_call(way)
+    wanted = [*{id(x): x for x in inputs}.values(), *attention.parameters()]
+    attention(*inputs, need_weights=need_weights)  # whose projections are torch's own, if it is prepared
+    for _ in range(2):
+        out, weights = attention(*inputs, need_weights=need_weights)
+        loss = out.square().sum() + (0.0 if weights is None else weights.square().sum())
+        expected = torch.autograd.grad(loss, wanted, retain_graph=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.autograd.grad(loss, wanted)
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == torch.float32
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("way", ONE_OF_EACH)
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("few", [0, 1 << 13])
+def test_autocast_is_a_cast_by_hand(
+    way: Way, need_weights: bool, training: bool, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "serves", lambda *args: False)
+    monkeypatch.setattr(materialized, "FEW", few)
+    attention, inputs = a_call(way)
+    cast = copy.deepcopy(attention).bfloat16()
+    leaves = {id(x): x.detach().bfloat16().requires_grad_() for x in inputs}
+    for _ in range(3):
+        with torch.set_grad_enabled(training):
+            expected = cast(*(leaves[id(x)] for x in inputs), need_weights=need_weights)
+            with torch.autocast("cpu", torch.bfloat16):
+                found = attention(*inputs, need_weights=need_weights)
+        assert all(b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        if not training:
+            continue
+        given = [x for x in expected if x is not None]
+        ramps = [torch.linspace(-1, 1, x.numel()).view(x.shape).bfloat16() for x in given]
+        by_hand = torch.autograd.grad(given, [*leaves.values(), *cast.parameters()], ramps)
+        wanted = [*{id(x): x for x in inputs}.values(), *attention.parameters()]
+        grads = torch.autograd.grad([x for x in found if x is not None], wanted, ramps)
+        assert all(torch.equal(a, b.float()) for a, b in zip(grads, by_hand, strict=True))
+
+
+@pytest.mark.parametrize("of", ["module", "input"])
+def test_autocast_leaves_float64(of: str) -> None:
+    attention, x = module(dtype=torch.float64), an_input(dtype=torch.float64)
+    attention, x = (attention.float(), x) if of == "input" else (attention, x)
+    outcomes = []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            try:
+                outcomes.append([y.dtype for y in attention(x, x, x)])
+            except RuntimeError as error:
+                outcomes.append([str(error)])
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert outcomes[0] == [torch.float64] * 2 or of == "input"
 
 
 def test_ways_of_equal_sizes_are_told_apart() -> None:
