@@ -186,6 +186,22 @@ def test_a_backward_under_autocast_is_as_exact(
             torch.testing.assert_close(a, b)
 
 
+def test_gradients_of_output_and_weights_are_made_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, x = module(add_bias_kv=True), an_input().requires_grad_()  # the attention alone is prepared
+    together, seen = gradients.backward_of_both, []
+
+    def watched(*args: Any) -> Any:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return together(*args)
+
+    monkeypatch.setattr(gradients, "backward_of_both", watched)
+    for _ in range(3):
+        out, weights = attention(x, x, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.autograd.grad(out.sum() + weights.square().sum(), x)
+    assert seen and not any(seen)
+
+
 @pytest.mark.parametrize("way", ONE_OF_EACH)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("training", [False, True])
