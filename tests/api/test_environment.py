@@ -80,7 +80,7 @@ def test_what_is_not_used_may_be_wrong() -> None:
         environment(FLASH4_ARCH="nope", FLASH4_BACKEND=None, FLASH4_LOG=None),
         testing.backends_used() as used,
     ):
-        flash4_torch.attention(X, X, X, window=(1, 1))
+        flash4_torch.attention(X, X, X, softcap=2.0)
         assert flash4_torch.support(X, X, X)["tiled"] == []
     assert used == {("attention", "tiled"): 1}
 

@@ -102,6 +102,7 @@ def test_where_it_does_not_serve() -> None:
         "floating mask": lambda: module()(x, x, x, attn_mask=floating),
         "many scores": lambda: module()(large, large, large),
         "other keys": lambda: module()(x, x.clone(), x),
+        "no batch": lambda: module()(x[0], x[0], x[0], need_weights=False),
         "no bias": lambda: module(bias=False)(x, x, x),
         "no entries": lambda: module()(x[:0], x[:0], x[:0]),
         "observed": lambda: _observed(x),

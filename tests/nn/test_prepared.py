@@ -245,6 +245,20 @@ def test_autocast_leaves_float64(of: str) -> None:
     assert outcomes[0] == [torch.float64] * 2 or of == "input"
 
 
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_weights_without_a_batch(average: bool, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materialized, "of", lambda *args: None)
+    attention, x = module(), an_input()[0].requires_grad_(training)
+    attention.requires_grad_(training)
+    monkeypatch.setattr(fused, "serves", lambda *args: False)
+    for _ in range(3):
+        out, weights = attention(x, x, x, average_attn_weights=average)
+        assert out.shape == (S, E) and weights.shape == ((S, S) if average else (H, S, S))
+        if training:
+            torch.autograd.grad(out.sum() + weights.square().sum(), x)
+
+
 def test_ways_of_equal_sizes_are_told_apart() -> None:
     attention = module(bias=False).eval()
     x, y, z = (torch.randn(N, S, E, generator=torch.Generator().manual_seed(i)) for i in range(3))
