@@ -94,7 +94,7 @@ def test_nan_comes_through() -> None:
 
 def test_where_it_does_not_serve() -> None:
     x, large = an_input(), torch.randn(1, 512, E)
-    floating = torch.randn(S, S)
+    floating, row = torch.randn(S, S), x[0]
     calls = {
         "gradients": lambda: module()(x, x, x),
         "training": lambda: module(dropout=0.5).train()(x, x, x),
@@ -102,7 +102,7 @@ def test_where_it_does_not_serve() -> None:
         "floating mask": lambda: module()(x, x, x, attn_mask=floating),
         "many scores": lambda: module()(large, large, large),
         "other keys": lambda: module()(x, x.clone(), x),
-        "no batch": lambda: module()(x[0], x[0], x[0], need_weights=False),
+        "no batch": lambda: module()(row, row, row, need_weights=False),
         "no bias": lambda: module(bias=False)(x, x, x),
         "no entries": lambda: module()(x[:0], x[:0], x[:0]),
         "observed": lambda: _observed(x),
