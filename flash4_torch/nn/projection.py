@@ -15,8 +15,6 @@ from ..fast_path import view
 from ..ops.autocast import autocast_dtype
 from .contract import Call
 
-Optional = Tensor | None
-
 
 class Parameters(NamedTuple):
     """The parameters of a module, or what a wrapper has in their place."""
@@ -88,7 +86,7 @@ class Projection(NamedTuple):
         end = first + self.num_weights
         return tensors[:first], tensors[first:end], tensors[end:]
 
-    def casts(self, *tensors: Optional) -> tuple[Any, ...]:
+    def casts(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """The tensors as autocast casts them."""
         if self.cast is None:
             return tensors
@@ -104,7 +102,9 @@ class Projection(NamedTuple):
         # Not views to autograd: half the time.
         return torch.unsafe_split_with_sizes(x, [E * n for n in self.parts])
 
-    def products(self, inputs: Sequence[Tensor], weights: Sequence[Tensor], bias: Optional) -> list[Tensor]:
+    def products(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None
+    ) -> list[Tensor]:
         """The projections (..., parts * embed_dim), one for each product."""
         if len(inputs) == 1:
             return [F.linear(inputs[0], weights[0], bias)]
@@ -188,13 +188,13 @@ class Projection(NamedTuple):
         weights: Sequence[Tensor],
         wanted: Sequence[bool],
         sum_of_rows: Callable[[Tensor], Tensor],
-    ) -> list[Optional]:
+    ) -> list[Tensor | None]:
         """The wanted gradients of inputs, weights and bias, None in the place of others.
 
         grads: those of the products, (rows, parts * embed_dim).
         """
         of_inputs, of_weights = wanted[: len(inputs)], wanted[len(inputs) : -1]
-        found: list[Optional] = []
+        found: list[Tensor | None] = []
         for dy, x, weight, wants in zip(grads, inputs, self.of_each(weights), of_inputs, strict=True):
             found.append((dy @ weight).view(x.shape) if wants else None)
         rows = [x.reshape(-1, x.shape[-1]) for x in inputs] if any(of_weights) else []
