@@ -129,6 +129,7 @@ def test_masks_are_turned(
         ((1, 1, 130, 100), (1, 1, 112, 1), True),
         ((2, 1, 128, 100), (128 * 112 + 8, 1, 112, 1), False),
         ((1, 1, 128, 128), (1, 1, 1, 128), False),  # neighbours already
+        ((1, 1, 128, 128), (1, 1, 2048, 16), False),  # neither are neighbours
         ((1, 1, 260, 260), None, True),
     ],
 )

@@ -92,6 +92,16 @@ def test_nan_comes_through() -> None:
                 assert out[1].isnan().all() and not out[0].isnan().any()
 
 
+def test_autocast_has_the_limits_of_its_dtype() -> None:
+    attention, x = module(), torch.randn(1, 300, E)
+    for cast in (False, True):
+        context = torch.autocast("cpu", torch.bfloat16, enabled=cast)
+        with mock.patch.object(fused, "_call", side_effect=CALL) as call, torch.no_grad(), context:
+            for _ in range(2):
+                attention(x, x, x, need_weights=False)
+            assert call.called == cast
+
+
 def test_where_it_does_not_serve() -> None:
     x, large = an_input(), torch.randn(1, 512, E)
     floating, row = torch.randn(S, S), x[0]

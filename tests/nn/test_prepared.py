@@ -259,6 +259,19 @@ def test_weights_without_a_batch(average: bool, training: bool, monkeypatch: pyt
             torch.autograd.grad(out.sum() + weights.square().sum(), x)
 
 
+@pytest.mark.parametrize("way", [*ONE_OF_EACH, Way("qv", False, True, True)])
+@pytest.mark.parametrize("cast", [False, True])
+def test_every_way_is_recognised_at_once(way: Way, cast: bool) -> None:
+    attention, inputs = a_call(way)
+    call, parameters = Call(*inputs, need_weights=False), Parameters.of(attention)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        for _ in range(3):
+            attention(*inputs, need_weights=False)
+        assert prepared.recall(attention, call, parameters) is not None
+    with torch.autocast("cpu", torch.float16, enabled=cast):
+        assert (prepared.recall(attention, call, parameters) is None) == cast
+
+
 def test_ways_of_equal_sizes_are_told_apart() -> None:
     attention = module(bias=False).eval()
     x, y, z = (torch.randn(N, S, E, generator=torch.Generator().manual_seed(i)) for i in range(3))
