@@ -2,10 +2,11 @@
 
 Argument checks, the dispatcher and the choice of a backend take several times as long as a launch. They do
 not look at any tensor's values, so their result is the same for the same sizes, strides, dtypes and flags.
-The law here: the fast path may only do what the slow path would do. Three exceptions differ by a rounding,
-all small calls on a CPU: output and weights are computed in one go, modules in evaluation make the same call
-into torch as stock ones (`nn/fused.py`), and steps that return or drop weights save them for the backward
-(`nn/materialized.py`). So it is taken if
+The law here: the fast path may only do what the slow path would do. Exceptions differ by a rounding. On a CPU,
+all small: output and weights are computed in one go, modules in evaluation make the same call into torch as
+stock ones (`nn/fused.py`), and steps that return or drop weights save them for the backward
+(`nn/materialized.py`). On a GPU, too: encoder layers in evaluation make theirs (`nn/encoder.py`). So it is
+taken if
 
 - the slow path has served a call of the same signature, and its backend could `prepare` a launch for it
   (where roundings may differ, it is taken from the first one on, so that calls repeat bit for bit);
