@@ -2,9 +2,9 @@
 
 Argument checks, the dispatcher and the choice of a backend take several times as long as a launch. They do
 not look at any tensor's values, so their result is the same for the same sizes, strides, dtypes and flags.
-The law here: the fast path may only do what the slow path would do. Exceptions differ by a rounding. On a CPU,
-all small: output and weights are computed in one go, modules in evaluation make the same call into torch as
-stock ones (`nn/fused.py`), and steps that return or drop weights save them for the backward
+The law here: the fast path may only do what the slow path would do. Exceptions differ by a rounding. On a
+CPU, all small: output and weights are computed in one go, modules in evaluation make the same call into torch
+as stock ones (`nn/fused.py`), and steps that return or drop weights save them for the backward
 (`nn/materialized.py`). On a GPU, too: encoder layers in evaluation make theirs (`nn/encoder.py`). So it is
 taken if
 
