@@ -384,24 +384,12 @@ def _another_attention() -> AbstractContextManager[Any]:
     return mock.patch.object(F, "scaled_dot_product_attention", lambda *call, **more: None)
 
 
-def _deterministic() -> AbstractContextManager[Any]:
-    @contextmanager
-    def switched() -> Iterator[None]:
-        torch.use_deterministic_algorithms(True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    return switched()
-
-
 @pytest.mark.parametrize(
     "state",
     [
         _observed,
         _another_attention,
-        _deterministic,
+        testing.poisoned_memory,
         lambda: FlopCounterMode(display=False),
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch.profiler.profile(),
