@@ -32,6 +32,7 @@ from .backends.compiled import (
     forward,
     paged,
     serving,
+    stacks,
     weights,
 )
 from .backends.compiled.backend import num_sms
@@ -290,6 +291,7 @@ def kernels(
         for each in (precise._replace(deterministic=in_order) for precise in precisions):
             if gradients:
                 entries += _of_gradients(own, each, group)
+            entries += _of_stacks(own, each, group, gradients)
             if "ring" in asked:
                 entries += _of_ring(own, each, group, gradients)
         found |= {Key(entry, static, target.arch): None for entry, static in entries}
@@ -382,6 +384,17 @@ def _of(target: Target, features: Features, group: int) -> Iterator[tuple[str, t
         yield target.forward, (own, config)
         if own.mask:
             yield MASK_BLOCKS, (forward.mask_plan(own.mask, config),)
+
+
+def _of_stacks(
+    target: Target, features: Features, group: int, gradients: bool
+) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """The same of batches of short sequences."""
+    own = stacks.features_of(target, features)
+    if own is not None:
+        yield from _of(target, own._replace(deterministic=False), group)
+        if gradients:
+            yield from _of_gradients(target, own, group)
 
 
 def _refuse(target: Target, features: object, reason: str) -> NoReturn:

@@ -90,6 +90,8 @@ class Problem(NamedTuple):
     band: Band
     softcap: float
     dropout_p: float
+    entries: int = 1
+    """Batch entries that each of the extent's stands for, one after another: a stack. Each has the band."""
 
     @property
     def has_float_mask(self) -> bool:

@@ -11,8 +11,8 @@ MAX_PACK = 64
 
 
 def may_pack(features: Features) -> bool:
-    """Whether heads may be packed: dropout's keep bits follow single heads."""
-    return not features.dropout
+    """Whether heads may be packed: dropout's keep bits follow single heads, and a stack has rows enough."""
+    return not (features.dropout or features.is_stacked)
 
 
 def possible_packs(features: Features, group: int | None) -> list[int]:

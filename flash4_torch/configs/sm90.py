@@ -230,7 +230,7 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
     ragged = [False, True] if features.right or not features.varlen else [True]
     found = {
         completed(features, row.config._replace(cluster=cluster), ragged_k, pack_gqa): None
-        for row in dict.fromkeys(row for bound in (*_BOUNDS, None) for row in candidates(features, bound))
+        for row in dict.fromkeys(row for bound in _bounds(features) for row in candidates(features, bound))
         for cluster in sorted({1, row.config.cluster})
         for ragged_k in ragged
         for pack_gqa in packs
@@ -255,6 +255,11 @@ def _bound(keys: int) -> int | None:
 
 
 _BOUNDS = sorted({row.keys for row in TABLE if row.keys is not None})
+
+
+def _bounds(features: Features) -> tuple[int | None, ...]:
+    """The bounds that calls with these features may have: entries of a stack are short."""
+    return tuple(_BOUNDS[:1]) if features.is_stacked else (*_BOUNDS, None)
 
 
 def completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa: int) -> Sm90Forward:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from . import programs, sm90
 from .sections import Section, Workload, bounded_backward, evenly, fewer_if_long
 from .sizes import BackwardSizes, may_end_inside
-from .types import SHARED_MEMORY, Features, Scope, Sm90Backward
+from .types import SHARED_MEMORY, Features, Mods, Scope, Sm90Backward
 
 
 class Row(NamedTuple):
@@ -249,7 +249,8 @@ def _kv_head_row(features: Features) -> Row | None:
     """
     row = _row(features._replace(deterministic=False))
     f = features
-    none = f.left or f.mask or any(f.mods) or f.varlen or not row.kv_head_rows[f.right]
+    bounded = (f.left or any(f.mods)) and f.mods != Mods(bounds="stacked")
+    none = bounded or f.mask or f.varlen or not row.kv_head_rows[f.right]
     return None if none else row
 
 

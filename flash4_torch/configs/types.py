@@ -41,8 +41,10 @@ class Mods(NamedTuple):
     rows have one state each; "scores": they may not."""
     derivative: str = ""
     """Gradients only: the text of score_mod's derivative (`flex.program`)."""
-    bounds: bool = False
-    """Whether a table has the bounds of each row of the band; `left` and `right` say on which sides."""
+    bounds: str = ""
+    """Bounds that each row of the band has for itself; `left` and `right` say on which sides. "table": they
+    are in a table. "stacked": the batch entries are one sequence, one after another, of which a row sees the
+    part that is its own entry, bounded by the band."""
     ramp: bool = False
     """Whether score_mod is served as a ramp (`flex.ramp`), which softmax arithmetic has a part in."""
 
@@ -64,7 +66,7 @@ class Mods(NamedTuple):
     def __repr__(self) -> str:
         texts = self.score_mod, self.mask_mod, *([self.derivative] if self.derivative else [])
         keys = [hashlib.sha256(text.encode()).hexdigest()[:32] if text else "" for text in texts]
-        flags = [name for name in ("bounds", "ramp") if getattr(self, name)]
+        flags = [*filter(None, [self.bounds]), *["ramp"] * self.ramp]
         return f"Mods{(*keys[:2], self.blocks, *keys[2:], *flags)!r}"
 
 
@@ -119,6 +121,11 @@ class Features(NamedTuple):
         return self.varlen and not self.segments
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether batch entries are one sequence, one after another."""
+        return self.mods.bounds == "stacked"
+
+    @property
     def is_float32(self) -> bool:
         return self.dtype == "float32"
 
@@ -152,7 +159,7 @@ class Features(NamedTuple):
     @property
     def may_be_split(self) -> bool:
         """Whether a tile's keys can be divided among splits."""
-        return not (self.running or self.dropout or self.segments or self.splits)
+        return not (self.running or self.dropout or self.segments or self.splits or self.is_stacked)
 
     @property
     def row_stats(self) -> int:

@@ -205,7 +205,7 @@ def test_measured_calls_next_to_functions_take_nearly_what_won_there() -> None:
 def test_two_ctas_fit_on_an_sm() -> None:
     """An SM has 1 KiB more than a CTA may have, and takes as much from each."""
     for D, blocks in itertools.product((64, 96, 128, 192, 256), ("", "rows", "scores")):
-        own = Features("bfloat16", D, D, mods=Mods(blocks=blocks, bounds=True))
+        own = Features("bfloat16", D, D, mods=Mods(blocks=blocks, bounds="table"))
         (tile,) = sm90_splits.SPLITS.candidates(own)
         assert tile.at_once == tile.row.config.at_once == (2 if D <= 128 else 1)
         assert tile.at_once * (tile.row.config.shared_memory(own) + 1024) <= SHARED_MEMORY + 1024

@@ -15,7 +15,7 @@ from ...reference.weights import WeightsGradients
 from .. import tile_counters
 from ..base import SEQUENCE_FIRST, BackwardLaunch, Grads, Launch, Order, Results, WeightsLaunch
 from ..tiled import sinks_gradient
-from . import backward, forward, prepared
+from . import backward, forward, prepared, stacks
 from . import weights as weights_launch
 from .backward import Kernels
 from .dq_sums import CompiledDqSums
@@ -70,6 +70,7 @@ class Compiled(OnTargets):
         if is_empty(inputs, problem):
             return _of_nothing(inputs, problem, shapes)
         index = q.get_device()
+        problem = self._stacked(problem, q, k, v)
         kernel, allocator = self.kernel(problem, index), allocator_like(q)
         read_mask = self._mask_reader(inputs, problem, kernel.config, allocator)
         launch = forward.sequence(kernel, shapes, q.dtype, kernel.params, read_mask, allocator)
@@ -85,6 +86,7 @@ class Compiled(OnTargets):
             shape = backward.dmask_shape(problem, mask.shape)
             dmask = mask.new_zeros(shape, dtype=torch.float32)
         index = q.get_device()
+        problem = self._stacked(problem, q, k, v, out, dout)
         kernels, allocator = self.backward_kernels(problem, index), allocator_like(q)
         readable_inputs = inputs._replace(q=q, k=k, v=v)
         launch = backward.sequence(
@@ -144,6 +146,7 @@ class Compiled(OnTargets):
         if is_empty(inputs, problem) or not all(map(is_readable, inputs[:3])):
             return None
         index = inputs.q.get_device()
+        problem = self._stacked(problem, *inputs[:3])
         kernel = self.kernel(problem, index)
         plan = forward.mask_plan(mask_dtype(problem), kernel.config)
         allocator, see = past_dispatcher(problem.spec.device), over_keys(problem.extent.Sk)
@@ -159,6 +162,8 @@ class Compiled(OnTargets):
         if not all(map(is_readable, (*inputs[:3], saved.out))) or not saved.lse.is_contiguous():
             return None
         index = inputs.q.get_device()
+        if is_readable(saved.dout):
+            problem = self._stacked(problem, *inputs[:3], saved.out, saved.dout)
         kernels = self.backward_kernels(problem, index)
         plan = backward.mask_plan(mask_dtype(problem), kernels.config)
         allocator, Sq = past_dispatcher(problem.spec.device), problem.extent.Sq
@@ -196,12 +201,23 @@ class Compiled(OnTargets):
         self, inputs: Inputs, problem: Problem, config: BackwardConfig, allocator: Allocator
     ) -> Read:
         plan = backward.mask_plan(mask_dtype(problem), config)
+        if problem.entries > 1:
+            return self._reader(problem, plan, inputs, over_keys(problem.extent.Sk), allocator)
         find, Sq = self.find(problem), problem.extent.Sq
         return transposed_reader(find, plan, inputs.attn_mask, Sq, allocator, problem)
+
+    def _stacked(self, problem: Problem, *tensors: Tensor) -> Problem:
+        """The problem as one of stacks of batch entries, if kernels are faster so and tensors can be read."""
+        if problem.spec.varlen or not stacks.may_be_stacked(*tensors):
+            return problem
+        return stacks.stacked(self.target(problem), problem, self.sms())
 
     def _reader(
         self, problem: Problem, plan: MaskPlan, inputs: Inputs, view: View, allocator: Allocator
     ) -> Read:
+        if problem.entries > 1:
+            stack = stacks.arguments(problem)
+            return lambda mask: stack
         return reader(self.find(problem), plan, inputs.attn_mask, view, allocator, problem)
 
     def explain(self, problem: Problem) -> list[str]:

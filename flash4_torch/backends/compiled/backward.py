@@ -62,6 +62,8 @@ class Kernels(NamedTuple):
     """Scope KV_HEAD: the number of CTAs, and the query heads of each KV head; None with other scopes."""
     row_stats: int
     """Numbers per query row in the workspace."""
+    entries: int = 1
+    """Batch entries of a stack."""
 
 
 class Shapes(NamedTuple):
@@ -133,6 +135,7 @@ def decide(target: Target, problem: Problem, num_sms: int, find: Find, mods: Mod
         features.deterministic,
         (ctas, problem.spec.group) if config.scope == Scope.KV_HEAD else None,
         features.row_stats,
+        problem.entries,
     )
 
 
@@ -150,10 +153,16 @@ def row_plans(
     if not config.preprocesses:
         asked = f.varlen, dlse, f.deterministic, config.tmem_order, config.scope != Scope.KV_HEAD
         preprocess = PreprocessPlan(
-            f.dtype, f.Dv, blocks, *asked, large_scores=f.large_scores, segments=f.segments
+            f.dtype,
+            f.Dv,
+            blocks,
+            *asked,
+            large_scores=f.large_scores,
+            segments=f.segments,
+            stacked=f.is_stacked,
         )
     if config.scope != Scope.KV_HEAD:
-        postprocess = PostprocessPlan(f.dtype, f.D, blocks, f.varlen, f.segments)
+        postprocess = PostprocessPlan(f.dtype, f.D, blocks, f.varlen, f.segments, f.is_stacked)
     return preprocess, postprocess
 
 
@@ -183,7 +192,7 @@ def config_of(target: Target, problem: Problem, num_sms: int, mods: Mods | None 
         _end_masked(problem),
         _kv_head_rows(target, problem, num_sms),
         problem.spec.group,
-        may_preprocess=extent.B * extent.Hk <= num_sms and not problem.spec.dlse,
+        may_preprocess=extent.B * extent.Hk <= num_sms and not problem.spec.dlse and problem.entries == 1,
     )
     return target.backward_configs.backward(features_of(problem, mods), sizes)
 
@@ -204,7 +213,9 @@ def _kv_head_rows(target: Target, problem: Problem, num_sms: int) -> int:
     heads, tiles = extent.B * extent.Hk, -(-extent.Sk // tile)
     # One KV head per SM at a time keeps the SMs busy for at least nine tenths of the time.
     even = 10 * heads >= 9 * num_sms * -(-heads // num_sms)
-    return problem.spec.group * extent.Sq if even or tiles == 1 else 0
+    # The first tile of a stack does not see what the others see.
+    may_be = tiles == 1 or (even and problem.entries == 1)
+    return problem.spec.group * extent.Sq if may_be else 0
 
 
 def params_of(
@@ -232,8 +243,9 @@ def shapes_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, kern
     blocks = kernels.blocks
     *rows, Hq, _ = q.shape
     if cu_seqlens_q is None:
-        heads: tuple[int, ...] = (rows[0], Hq)
-        count = blocks.count(rows[1])
+        entries = kernels.entries
+        heads: tuple[int, ...] = (rows[0] // entries, Hq)
+        count = blocks.count(rows[1] * entries)
     else:
         heads = (Hq,)
         count = blocks.packed_count(math.prod(rows), len(cu_seqlens_q) - 1)

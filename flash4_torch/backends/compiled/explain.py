@@ -8,14 +8,14 @@ from importlib import import_module
 from ...compile.key import in_words
 from ...configs.weights import KEYS, QUERIES
 from ...problem import Problem
-from . import backward, forward, weights
+from . import backward, forward, stacks, weights
 from .targets import BackwardConfig, ForwardConfig, Target
 
 
 def explain(target: Target, problem: Problem, num_sms: int) -> list[str]:
     """One line each; nothing is compiled."""
     config: BackwardConfig | ForwardConfig
-    splits = ""
+    problem, splits = stacks.stacked(target, problem, num_sms), ""
     if problem.spec.weights:
         own = weights.features_of_weights(forward.features_of(problem))
         return [in_words(own), f"tiles of {QUERIES} queries by {KEYS} keys"]
@@ -33,12 +33,13 @@ def explain(target: Target, problem: Problem, num_sms: int) -> list[str]:
             features, row, splits = features._replace(splits=True), split.row, f", {split.number} splits"
         params = forward.params_of(target, problem, tiles, num_sms)
     launch = f"heads_per_section={params.heads_per_section}, run_length={params.run_length}, {num_sms} SMs"
+    stack = f", stacks of {problem.entries} entries, if these follow one another in memory"
     return [
         f"row D <= {row.D}, Dv <= {row.Dv} of {target.arch}: {row.why}",
         f"{in_words(features)}",
         f"{in_words(config)}: {config.shared_memory(features)} bytes of shared memory",
         *_plan(entry, features, config),
-        f"launch: {launch}{splits}",
+        f"launch: {launch}{splits}{stack if problem.entries > 1 else ''}",
     ]
 
 

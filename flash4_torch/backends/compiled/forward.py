@@ -31,7 +31,7 @@ _MOST_IN_SECTION = 32
 """Packs of heads in a section, before sections are made even."""
 _TILES_EACH = 4
 """Tiles in a section for each SM, at least."""
-_NO_MODS = Mods()
+_NO_MODS, _STACKED = Mods(), Mods(bounds="stacked")
 
 
 class Splits(NamedTuple):
@@ -194,7 +194,7 @@ def features_of(problem: Problem, mods: Mods | None = None) -> Features:
     return _features_of(
         spec,
         mask_dtype(problem),
-        mods or _NO_MODS,
+        mods or (_NO_MODS if problem.entries == 1 else _STACKED),
         left is not None and left < problem.extent.Sk - 1,
         _masks_right(problem),
         problem.scale <= 0.0,

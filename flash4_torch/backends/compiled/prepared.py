@@ -18,6 +18,7 @@ from ..base import BackwardLaunch, Launch, Order
 from ..views import Layout
 from . import backward as slow_backward
 from . import forward as slow_forward
+from . import stacks
 from .backward import Kernels
 from .forward import Kernel
 from .masks import Read
@@ -68,7 +69,7 @@ def forward(
     out: its layout as kernels see it, contiguous by default. has_low: whether lse has a rounding error, as it
     has with a floating mask.
     """
-    function, dtype = kernel.function, problem.spec.dtype
+    function, dtype, stack = kernel.function, problem.spec.dtype, _stack(problem)
     params = converted(kernel.params.in_order(order))
     shapes = slow_forward.shapes_of(inputs.q, inputs.v)
     layout = Layout(shapes.out, contiguous_strides(shapes.out)) if out is None else out
@@ -102,7 +103,7 @@ def forward(
             ends_q, ends_k = lengths(ends_q), lengths(ends_k)
         if copies_sinks and sinks is not None:
             sinks = sinks.contiguous()
-        mask = None if attn_mask is None else read_mask(attn_mask)
+        mask = stack if attn_mask is None else read_mask(attn_mask)
         results, tile_counter = (out, lse, low), counter(index)
         function(
             q, k, v, *results, tile_counter, ends_q, ends_k, mask, rng_state, sinks, params, *find_parts()
@@ -128,6 +129,7 @@ def backward(
     preprocess, main, postprocess = kernels.preprocess, kernels.main, kernels.postprocess
     group_reduce, sinks_gradient = kernels.group_reduce, kernels.sinks_gradient
     params, scale, dtype = converted(kernels.params.in_order(order)), problem.scale, problem.spec.dtype
+    stack = _stack(problem)
     heads_first, out_heads_first = map(int, order)
     shapes = slow_backward.shapes_of(*inputs[:3], inputs.cu_seqlens_q, kernels)
     new_dq, new_dk, new_dv = (
@@ -180,7 +182,7 @@ def backward(
         if preprocess is None:
             main(q, k, v, dout, stats, dq_acc, dq, dk, dv, out, lse, rng_state, params)
         else:
-            mask = None if attn_mask is None else read_mask(attn_mask)
+            mask = stack if attn_mask is None else read_mask(attn_mask)
             main(
                 q, k, v, dout, stats, dq_acc, dq if postprocess is None else None, dk_parts, dv_parts,
                 counter(index), semaphore, ends_q, ends_k, mask, None, rng_state, params,
@@ -196,6 +198,12 @@ def backward(
         return dq, dk, dv, dsinks
 
     return launch
+
+
+def _stack(problem: Problem) -> Any:
+    """What a kernel takes for a stack, None if the call is none."""
+    stack = stacks.arguments(problem)
+    return stack if stack is None else converted(stack)
 
 
 def _converts(inputs: Inputs) -> tuple[bool, bool]:

@@ -234,6 +234,8 @@ class Emulated(Compiled):
         return self._counter
 
 
+_BOUNDS = {False: "", True: "table"}
+"""`Mods.bounds` for calls without bounds of rows, and with them."""
 _COMMON_KEYS = 64
 """Keys that the blocks of block masks mostly have a multiple of."""
 _WIDEST = 256
@@ -372,7 +374,7 @@ def _features_of(problem: FlexProblem) -> Features:
     blocks, ramp = "", has_ramp(problem)
     if spec.block is not None:
         blocks = _states(spec.block[1], _COMMON_KEYS, problem.extent.Sk)
-    mods = Mods(spec.score_mod, spec.mask_mod, blocks, bounds=spec.bounds, ramp=ramp)
+    mods = Mods(spec.score_mod, spec.mask_mod, blocks, bounds=_BOUNDS[spec.bounds], ramp=ramp)
     return forward.features_of(plain_problem(problem), mods)
 
 
@@ -423,7 +425,7 @@ def _backward_features(problem: FlexProblem) -> Features:
     spec = problem.spec
     derived = derivative_of(spec.score_mod, spec.dcaptured).text() if spec.score_mod else ""
     blocks = "" if spec.block is None else "rows"
-    mods = Mods(spec.score_mod, spec.mask_mod, blocks, derived, spec.bounds, has_ramp(problem))
+    mods = Mods(spec.score_mod, spec.mask_mod, blocks, derived, _BOUNDS[spec.bounds], has_ramp(problem))
     return backward.features_of(plain_problem(problem), mods)
 
 

@@ -46,8 +46,11 @@ def postprocess(
     dq_acc float32 (B, Hq, n, m * columns), packed and segments (Hq, n, m * columns): n blocks of m rows a
     head, as `row_blocks` lays them out. dq (B, Sq, Hq, D) or (T, Hq, D), last stride 1, the others multiples
     of 8 elements, base on 16 bytes; if `heads_first` is not 0, a dense one is (B, Hq, Sq, D). No size is 0.
+    If the plan says `stacked`, dq_acc's B is smaller, and batch entries of dq follow one another in its.
     """
     dq = host.in_order(heads_first, dq)
+    if cutlass.const_expr(plan.stacked):
+        dq = host.stacked(dq.shape[0] // dq_acc.shape[0], dq)
     B, Hq, count = heads_and_blocks(dq, cu_seqlens_q, plan.blocks)
     postprocess_kernel(dq_acc, dq, cu_seqlens_q, scale, plan).launch(
         grid=(B * Hq * count, 1, 1),

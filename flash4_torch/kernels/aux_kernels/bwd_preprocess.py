@@ -50,9 +50,16 @@ def preprocess(
     `row_blocks` lays them out: stats float32 (2 or 4, B, Hq, n * m), dq_acc float32 (B, Hq, n, m * columns),
     dq_semaphore int32 (B, Hq, n); packed and segments: without B. stats is (inf, 0, inf, 0) where no row is,
     and for rows that see nothing; all of it is `negated` where the plan says so. dq_acc and dq_semaphore are
-    None where it does not ask for them. No size is 0.
+    None where it does not ask for them. No size is 0. If the plan says `stacked`, B is smaller there, and
+    batch entries of the others follow one another in theirs.
     """
     out, dout = host.in_order(heads_first, out, dout)
+    if cutlass.const_expr(plan.stacked):
+        entries = out.shape[0] // stats.shape[1]
+        out, dout = host.stacked(entries, out, dout)
+        lse = host.stacked_rows(entries, lse)
+        if cutlass.const_expr(plan.dlse):
+            dlse = host.stacked_rows(entries, dlse)
     B, Hq, count = heads_and_blocks(out, cu_seqlens_q, plan.blocks)
     preprocess_kernel(out, dout, lse, lse_low, dlse, stats, dq_acc, dq_semaphore, cu_seqlens_q, plan).launch(
         grid=(B * Hq * count, 1, 1), block=(THREADS, 1, 1), stream=stream

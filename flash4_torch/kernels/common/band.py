@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Uint32, Uint64
 
 from .fragment import Fragment
 
@@ -18,10 +18,22 @@ class Span(NamedTuple):
     last: Int32
 
 
+class Stack(NamedTuple):
+    """Batch entries one after another, of which each has so many rows, and columns that only these see."""
+
+    rows: Int32
+    columns: Int32
+    inverse: Uint32
+    """2^32 / rows, rounded up: a row's entry is the upper word of their product."""
+    entries: Int32
+    """Those of a stack, of which a batch may have several."""
+
+
 class Band(NamedTuple):
     """The band of one sequence, in rows and keys; `BandShape` has what is static about it.
 
-    Its bounds are parallel, or a table has those of each row, which never decrease from row to row.
+    Its bounds are parallel; or a table has those of each row, which never decrease from row to row; or they
+    are parallel in each entry of a stack.
     """
 
     Sk: Int32
@@ -32,13 +44,31 @@ class Band(NamedTuple):
     table: cute.Tensor | None = None
     """(rows, 2) int32: instead, the first and the last key of each row."""
     own: tuple[tuple[Int32, Int32], ...] = ()
-    """What the table has for a thread's rows, if there is one."""
+    """The bounds of a thread's rows, if rows have their own."""
+    stack: Stack | None = None
+    """Instead, `lowest` and `highest` are those of rows and keys of each entry."""
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.table is None and self.stack is None
 
     def first_key(self, row: Int32) -> Int32:
+        if self.stack is not None:
+            first, i = self._entry(row)
+            return first + cutlass.min(cutlass.max(i + self.lowest, 0), self.stack.columns)
         return row + self.lowest if self.table is None else self.table[self._within(row), 0]
 
     def last_key(self, row: Int32) -> Int32:
+        if self.stack is not None:
+            first, i = self._entry(row)
+            return first + cutlass.min(cutlass.max(i + self.highest, -1), self.stack.columns - 1)
         return row + self.highest if self.table is None else self.table[self._within(row), 1]
+
+    def _entry(self, row: Int32) -> tuple[Int32, Int32]:
+        """The first key of a row's entry, and the row's place among those of the entry."""
+        row = cutlass.max(row, 0)
+        number = Int32(Uint64(Uint32(row)) * Uint64(self.stack.inverse) >> 32)
+        return number * self.stack.columns, row - number * self.stack.rows
 
     def _within(self, row: Int32) -> Int32:
         # A tile may ask for the one before the first.
@@ -49,9 +79,14 @@ def make_band(Sq: Int32, Sk: Int32, left: Int32, right: Int32) -> Band:
     return Band(Sk, Sk - Sq - left, Sk - Sq + right)
 
 
+def transposed(band: Band, Sq: Int32) -> Band:
+    """The band of the transposed problem: rows are keys, and they see Sq queries."""
+    return Band(Sq, -band.highest, -band.lowest)
+
+
 def with_own(band: Band, rows: tuple[Int32, ...]) -> Band:
-    """The band with the bounds of a thread's rows in registers, if they are in a table."""
-    if band.table is None:
+    """The band with the bounds of a thread's rows in registers, if rows have their own."""
+    if band.is_parallel:
         return band
     return band._replace(own=tuple((band.first_key(row), band.last_key(row)) for row in rows))
 
@@ -149,7 +184,9 @@ def _last_key(band: Band, fragment: Fragment, r: int) -> Int32:
 
 
 class Edges(NamedTuple):
-    """What makes blocks partial for rows `first <= i <= last`; from a table it is read once."""
+    """What makes blocks partial for rows `first <= i <= last`; where rows have bounds of their own it is
+    found once.
+    """
 
     band: Band
     first: Int32
@@ -158,7 +195,7 @@ class Edges(NamedTuple):
 
 def edges_of(band: Band, first: Int32, last: Int32) -> Edges:
     """The edges, for `is_partial` in a loop over blocks."""
-    if band.table is None:
+    if band.is_parallel:
         return Edges(band, first, last)
     # In a band whose bounds are the same for all rows, these are rows 0 of two bands.
     lowest, highest = band.first_key(last), band.last_key(first)

@@ -47,6 +47,27 @@ def _in_order(heads_first: Any, x: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(x.iterator, cute.make_layout((B, *sizes, D), stride=(b, *strides, d)))
 
 
+def stacked(entries: Int32, *tensors: cute.Tensor) -> Any:
+    """(B / entries, entries * S, H, D) views of (B, S, H, D) tensors whose entries follow one another."""
+    views = tuple(_stacked(entries, x) for x in tensors)
+    return views if len(views) > 1 else views[0]
+
+
+def _stacked(entries: Int32, x: cute.Tensor) -> cute.Tensor:
+    (B, S, H, D), (b, s, h, d) = x.shape, x.stride
+    step = cute.assume(Int64(b) * Int64(entries), divby=_vector(x.element_type))
+    layout = cute.make_layout((B // entries, S * entries, H, D), stride=(step, s, h, d))
+    return cute.make_tensor(x.iterator, layout)
+
+
+def stacked_rows(entries: Int32, x: cute.Tensor) -> cute.Tensor:
+    """A (B / entries, H, (S, entries)) view of numbers of rows, (B, H, S) and contiguous."""
+    B, H, S = x.shape
+    each = Int64(H) * Int64(S)
+    layout = cute.make_layout((B // entries, H, (S, entries)), stride=(each * Int64(entries), S, (1, each)))
+    return cute.make_tensor(x.iterator, layout)
+
+
 def _vector(dtype: type) -> int:
     """What divides the strides of `rows` of that type."""
     return max(8, 128 // dtype.width)

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import if_generate
 
 from ...flex import ramp as ramps
 from . import attn_mask, programs
 from .attn_mask import AnyContext, Mask, MaskArgs, within
-from .band import Band
+from .band import Band, Stack
 from .captured import Additions
 from .fragment import Fragment, Mates
 from .host import any_sizes, compact, strided
@@ -37,6 +37,12 @@ from .mask_tables import MaskPlan
 from .programs import Arguments, Columns, Known
 from .scores import LOG2E
 
+_BOUNDS: dict[str, Callable[[], cute.Tensor | Stack | None]] = {
+    "": lambda: None,
+    "table": lambda: strided(Int32, 3),
+    "stacked": lambda: Stack(Int32(1), Int32(1), Uint32(1), Int32(1)),
+}
+"""What stands for any bounds of rows."""
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """States of a block mask's blocks."""
 
@@ -66,8 +72,9 @@ class ModArgs(NamedTuple):
     totals: tuple[cute.Tensor, ...] | None = None
     """Backward: gradients of `Derivative.tensors`, which are added to: float32, or (.., FIELDS) int64, exact
     sums (`exact_sums`)."""
-    bounds: cute.Tensor | None = None
-    """(B or 1, rows, 2) int32: the first and the last column that each row sees; neither ever decreases."""
+    bounds: cute.Tensor | Stack | None = None
+    """(B or 1, rows, 2) int32: the first and the last column that each row sees; neither ever decreases. Or
+    the entries that rows see."""
 
 
 class Ramp(NamedTuple):
@@ -116,7 +123,7 @@ def example_args(plan: Any) -> ModArgs:
         is_exact = plan.features.deterministic
         dtype, fields = (Int64, 1) if is_exact else (Float32, 0)
         totals = tuple(strided(dtype, max(rank, 1) + fields) for rank in ranks) or None
-    bounds = strided(Int32, 3) if plan.features.mods.bounds else None
+    bounds = _BOUNDS[plan.features.mods.bounds]()
     return ModArgs(tuple(tensors) or None, tuple(scalars) or None, blocks, totals, bounds)
 
 
@@ -135,7 +142,7 @@ def visited(args: ModArgs | None, plan: MaskPlan) -> Mask | None:
 
 
 def band_of(args: ModArgs, batch: Int32, columns: Int32) -> Band:
-    """The band of a batch entry by the bounds of its rows."""
+    """The band of a batch entry by the bounds of its rows, which are in a table."""
     table = args.bounds[within(batch, args.bounds.shape[0]), None, None]
     return Band(columns, Int32(0), Int32(0), table)
 

@@ -107,6 +107,8 @@ class PreprocessPlan(NamedTuple):
     natural units, and what its rounding took (lse_low)."""
     segments: bool = False
     """Whether sequences are parts of batch entries, and tensors have a batch dimension."""
+    stacked: bool = False
+    """Whether workspaces have batch entries one after another, as many as make one of theirs."""
 
     @property
     def is_packed(self) -> bool:
@@ -128,6 +130,8 @@ class PostprocessPlan(NamedTuple):
     varlen: bool = False
     segments: bool = False
     """Whether sequences are parts of batch entries, and dq has a batch dimension."""
+    stacked: bool = False
+    """As in `PreprocessPlan`."""
 
     @property
     def is_packed(self) -> bool:

@@ -14,7 +14,7 @@ from cutlass import Boolean, Int32, Uint32
 from ....configs.types import Scope
 from .. import attn_mask, mods, ring, tile_scheduler
 from .. import band as bands
-from ..band import Band, Span, make_band, visible_span
+from ..band import Band, Span, make_band, transposed, visible_span
 from ..ring import Cursor
 from .context import BackwardContext
 
@@ -133,10 +133,14 @@ def read_by_one_lane(ctx: BackwardContext, at: Cursor) -> Tile:
 @cute.jit
 def band_of(ctx: BackwardContext, tile: Tile) -> Band:
     """The band of the transposed problem: rows are keys, and they see queries."""
+    params = ctx.params
+    if cutlass.const_expr(ctx.plan.features.is_stacked):
+        stack = ctx.mods.bounds
+        band = make_band(stack.columns, stack.rows, params.left, params.right)
+        return transposed(band, tile.Sq)._replace(stack=stack)
     if cutlass.const_expr(ctx.plan.features.mods.bounds):
         return mods.band_of(ctx.mods, tile.batch, tile.Sq)
-    band = make_band(tile.Sq, tile.Sk, ctx.params.left, ctx.params.right)
-    return Band(tile.Sq, -band.highest, -band.lowest)
+    return transposed(make_band(tile.Sq, tile.Sk, params.left, params.right), tile.Sq)
 
 
 @cute.jit
@@ -147,7 +151,10 @@ def span_of(ctx: BackwardContext, tile: Tile) -> Span:
     span = visible_span(band_of(ctx, tile), ctx.plan.band, first, last)
     if cutlass.const_expr(ctx.plan.scope == Scope.KV_HEAD):
         # The first tile, which rounds and stores dQ, does so for rows that see nothing, too.
-        return Span(Int32(0) if tile.index == 0 else span.first, span.last)
+        last = span.last
+        if cutlass.const_expr(ctx.plan.band.right):
+            last = cute.ceil_div(tile.Sq, ctx.plan.queries) if tile.index == 0 else span.last
+        return Span(Int32(0) if tile.index == 0 else span.first, last)
     return span
 
 

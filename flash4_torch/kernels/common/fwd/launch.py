@@ -12,8 +12,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .. import attn_mask, dropout, host, mods
+from ..attn_mask import MaskArgs
 from ..kvcache import NUMBERS_STEP
 from ..launch_params import LaunchParams, example_params
+from ..mods import ModArgs
 from ..smem_layouts import chunk_of
 from .plan import ForwardPlan
 
@@ -101,6 +103,35 @@ def outputs_of(out: cute.Tensor, k: cute.Tensor, params: LaunchParams, plan: For
         return Outputs(out, None)
     out = host.in_order(params.out_heads_first, out)
     return Outputs(out, host.by_kv_head(out, k))
+
+
+class Rows(NamedTuple):
+    """Tensors of a launch, positions first; those of a stack as one of its entries."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    outputs: Outputs
+    lse: cute.Tensor
+
+
+def rows_of(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    mask: MaskArgs | ModArgs | None,
+    params: LaunchParams,
+    plan: ForwardPlan,
+) -> Rows:
+    """The tensors as the kernel sees them."""
+    q, k, v = host.in_order(params.heads_first, q, k, v)
+    if not plan.features.is_stacked:
+        return Rows(q, k, v, outputs_of(out, k, params, plan), lse)
+    entries, out = mask.bounds.entries, host.in_order(params.out_heads_first, out)
+    q, k, v, out = host.stacked(entries, q, k, v, out)
+    return Rows(q, k, v, Outputs(out, host.by_kv_head(out, k)), host.stacked_rows(entries, lse))
 
 
 def count_tiles(

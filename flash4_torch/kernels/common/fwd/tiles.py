@@ -192,9 +192,14 @@ def read_again(ctx: ForwardContext, cursor: Cursor) -> Tile:
 
 @cute.jit
 def band_of(ctx: ForwardContext, tile: Tile) -> Band:
+    params = ctx.params
+    if cutlass.const_expr(ctx.plan.features.is_stacked):
+        stack = ctx.mods.bounds
+        band = make_band(stack.rows, stack.columns, params.left, params.right)
+        return band._replace(Sk=tile.Sk, stack=stack)
     if cutlass.const_expr(ctx.plan.features.mods.bounds):
         return mods.band_of(ctx.mods, tile.batch, tile.Sk)
-    return make_band(tile.Sq, tile.Sk, ctx.params.left, ctx.params.right)
+    return make_band(tile.Sq, tile.Sk, params.left, params.right)
 
 
 @cute.jit

@@ -61,6 +61,8 @@ def backward(
     plan.check()
     q, k, v, dk, dv = host.in_order(params.heads_first, q, k, v, dk, dv)
     dout = host.in_order(params.out_heads_first, dout)
+    if cutlass.const_expr(plan.features.is_stacked):
+        q, k, v, dout, dk, dv = host.stacked(mask.bounds.entries, q, k, v, dout, dk, dv)
     rows, grads, keys, values, dkeys, dvalues = map(host.positions_first, (q, dout, k, v, dk, dv))
     config = plan.config
     paired = plan.cluster_size > 1

@@ -123,6 +123,8 @@ def _launch(
     plan.check()
     q, k, v, dk, dv = host.in_order(params.heads_first, q, k, v, dk, dv)
     dout = host.in_order(params.out_heads_first, dout)
+    if cutlass.const_expr(plan.features.is_stacked):
+        q, k, v, dout, dk, dv = host.stacked(mask.bounds.entries, q, k, v, dout, dk, dv)
     rows, grads, keys, values, dkeys, dvalues = map(host.positions_first, (q, dout, k, v, dk, dv))
     config = plan.config
     part = plan.blocks.piece_columns
@@ -148,7 +150,10 @@ def _launch(
         dk_rows, dk_layout, dv_layout = ROWS, gradient_layout(plan, plan.D), gradient_layout(plan, plan.Dv)
     finished = None, None
     if cutlass.const_expr(plan.scope == Scope.KV_HEAD):
-        queries = host.positions_first(host.in_order(params.heads_first, dq))
+        dq = host.in_order(params.heads_first, dq)
+        if cutlass.const_expr(plan.features.is_stacked):
+            dq = host.stacked(mask.bounds.entries, dq)
+        queries = host.positions_first(dq)
         finished = map_of(store, queries, finished_layout(plan), WARP_ROWS, plan.blocks.piece_columns)
     peer_k = None
     if cutlass.const_expr(paired):

@@ -32,7 +32,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from ....configs.types import SHARED_MEMORY, WARPGROUPS, Scope, Sm90Backward, tile_dim
+from ....configs.types import SHARED_MEMORY, WARPGROUPS, Mods, Scope, Sm90Backward, tile_dim
 from ...common.budget import Budget, always, registers_of
 from ...common.bwd.dq_blocks import DqBlocks
 from ...common.bwd.plan import BackwardPlan
@@ -278,7 +278,8 @@ class Plan(BackwardPlan):
         assert not c.unroll_stages or (c.q_stages == c.do_stages == 2 and not c.role_split)
         assert not c.next_tile or (c.kv_stages == 2 and not c.role_split)
         # With scope `KV_HEAD` the first tile has to visit all rows, and to lie where a head's tiles begin.
-        others = f.left or f.mask or any(f.mods) or f.varlen or f.deterministic or c.role_split
+        bounded = (f.left or any(f.mods)) and f.mods != Mods(bounds="stacked")
+        others = bounded or f.mask or f.varlen or f.deterministic or c.role_split
         assert c.scope != Scope.KV_HEAD or not others
         assert not c.preprocesses or (c.scope == Scope.KV_HEAD and not f.large_scores)
         assert not c.preprocesses or self.consumer_warps == NUM_WARPS

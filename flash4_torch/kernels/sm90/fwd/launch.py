@@ -14,7 +14,7 @@ from ...aux_kernels.splits import forward_in_splits
 from ...common import dependent_launch, host, tile_scheduler
 from ...common.attn_mask import MaskArgs
 from ...common.fwd import pages
-from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel, outputs_of
+from ...common.fwd.launch import Maps, PageArgs, compile_for_any, count_tiles, in_kernel, rows_of
 from ...common.launch_params import LaunchParams
 from ...common.mods import ModArgs
 from ...common.smem_layouts import column_major_layout, row_major_layout
@@ -63,8 +63,7 @@ def forward(
     sinks.
     """
     plan.check()
-    q, k, v = host.in_order(params.heads_first, q, k, v)
-    out, outputs = outputs_of(out, k, params, plan)
+    q, k, v, (out, outputs), lse = rows_of(q, k, v, out, lse, mask, params, plan)
     heads = host.by_kv_head(q, k)
 
     layouts = Layouts(
