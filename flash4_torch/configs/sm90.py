@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from . import programs
-from .packing import best_pack, possible_packs
+from .packing import best_pack, possible_packs, rows_that_share_keys
 from .sizes import Sizes, may_end_inside
 from .types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
 from .waves import TileTime, launch_of
@@ -37,10 +37,24 @@ _PAGED_SOFTCAP_TEMPORARIES = 4
 """Softcap and pages: a bounded tile has no half blocks there, and 192 x 128 at D 64 spilled."""
 
 MAX_D = 256
+_MOST_OF_ENTRIES = 256
+"""Keys that a row of a stack sees, at most, by a bound of the table."""
 _QUERIES_OF_CLUSTERS = 1024
 """The fewest queries for clusters: a tile without a partner leaves half a cluster idle."""
 _CLEARLY = 0.95
 """A row for few tiles serves a call if its time is less than this share of the first row's: estimates err."""
+
+
+class Length(NamedTuple):
+    """What rows go by of a call's sizes."""
+
+    bound: int | None
+    """The least of the table's bounds that the keys keep which a query row sees; None: none."""
+    is_short: bool
+    """Whether query rows next to the same keys keep it, too."""
+
+
+_ANY_LENGTH = Length(None, False)
 
 
 class Row(NamedTuple):
@@ -59,10 +73,14 @@ class Row(NamedTuple):
     """Only for few tiles."""
     least_box: int = 0
     """Only for keys in pages, in boxes of so many keys or more."""
+    short: bool = False
+    """Only for as many query rows as keys, at most; then it serves any number of tiles."""
 
-    def admits_keys(self, bound: int | None) -> bool:
-        """Whether it is for up to `bound` keys; None: for any number."""
-        return self.keys is None or (bound is not None and bound <= self.keys)
+    def admits(self, length: Length) -> bool:
+        """Whether it is for calls of that length."""
+        bound, is_short = length
+        few_keys = self.keys is None or (bound is not None and bound <= self.keys)
+        return few_keys and (is_short or not self.short)
 
     def admits_features(self, features: Features) -> bool:
         return (
@@ -78,6 +96,13 @@ class Row(NamedTuple):
 _Tiles, _Time = Sm90Forward, TileTime
 TABLE = (
     # D   Dv   right  keys
+    Row(64, 64, True, 64, _Tiles(1, 64, 4, 2, k_ahead=True), _Time(6.5, 900),
+        "S 48 and 64: 0.55 to 0.73 of the time in tiles of 256 rows", short=True),
+    Row(64, 64, True, 128, _Tiles(2, 64, 4, 2, next_tile=True, k_ahead=True), _Time(9.4, 1500),
+        "S 80 to 128: 0.61 to 0.77 of the time in tiles of 256 rows, 128 keys in a block 0.66 to 0.82",
+        short=True),
+    Row(64, 64, True, 192, _Tiles(3, 64, 4, 2, k_ahead=True), _Time(10.8, 1800),
+        "S 144 to 192: 0.78 to 0.84 of the time in tiles of 256 rows", short=True),
     Row(64, 64, True, 256, _Tiles(4, 64, 4, 2, k_ahead=True), _Time(11.0, 1000),
         "S 256: 1.27 of the best peer, with next_tile and lazy_rescale 1.22; tiles fit the diagonal"),
     Row(64, 64, None, 1536, _Tiles(4, 64, 4, 2, next_tile=True, lazy_rescale=True), _Time(17.0, 1500),
@@ -208,7 +233,9 @@ def forward(features: Features, sizes: Sizes) -> Sm90Forward:
 
 def row(features: Features, sizes: Sizes) -> Row:
     """The row that serves a call: see `forward`."""
-    rows = candidates(features, _bound(sizes.keys))
+    rows = candidates(features, _length(features, sizes))
+    if rows[0].short:
+        return rows[0]
     best, least = rows[0], math.inf
     for candidate in rows:
         ns = launch_of(features, sizes, candidate.config).ns(candidate.time)
@@ -230,7 +257,7 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
     ragged = [False, True] if features.right or not features.varlen else [True]
     found = {
         completed(features, row.config._replace(cluster=cluster), ragged_k, pack_gqa): None
-        for row in dict.fromkeys(row for bound in _bounds(features) for row in candidates(features, bound))
+        for row in dict.fromkeys(row for length in _lengths(features) for row in _serving(features, length))
         for cluster in sorted({1, row.config.cluster})
         for ragged_k in ragged
         for pack_gqa in packs
@@ -239,9 +266,9 @@ def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward
 
 
 @lru_cache(maxsize=1024)
-def candidates(features: Features, bound: int | None) -> tuple[Row, ...]:
-    """The row for many tiles, and the first of each other number of warpgroups, for keys up to a bound."""
-    rows = [row for row in TABLE if row.admits_keys(bound) and row.admits_features(features)]
+def candidates(features: Features, length: Length = _ANY_LENGTH) -> tuple[Row, ...]:
+    """The row for many tiles, and the first of each other number of warpgroups."""
+    rows = [row for row in TABLE if row.admits(length) and row.admits_features(features)]
     first = next(row for row in rows if not row.few)
     by_warpgroups = {first.config.warpgroups: first}
     for row in rows:
@@ -257,9 +284,23 @@ def _bound(keys: int) -> int | None:
 _BOUNDS = sorted({row.keys for row in TABLE if row.keys is not None})
 
 
-def _bounds(features: Features) -> tuple[int | None, ...]:
-    """The bounds that calls with these features may have: entries of a stack are short."""
-    return tuple(_BOUNDS[:1]) if features.is_stacked else (*_BOUNDS, None)
+def _length(features: Features, sizes: Sizes) -> Length:
+    bound = _bound(sizes.keys)
+    return Length(bound, bound is not None and rows_that_share_keys(features, sizes) <= bound)
+
+
+def _lengths(features: Features) -> list[Length]:
+    """The lengths that calls with these features may have: a stack is long, and its rows see few keys."""
+    if features.is_stacked:
+        return [Length(bound, False) for bound in _BOUNDS if bound <= _MOST_OF_ENTRIES]
+    bounded = [Length(bound, is_short) for bound in _BOUNDS for is_short in (False, True)]
+    return [*bounded, _ANY_LENGTH]
+
+
+def _serving(features: Features, length: Length) -> tuple[Row, ...]:
+    """The rows that serve calls of a length."""
+    rows = candidates(features, length)
+    return rows[:1] if rows[0].short else rows
 
 
 def completed(features: Features, config: Sm90Forward, ragged_k: bool, pack_gqa: int) -> Sm90Forward:

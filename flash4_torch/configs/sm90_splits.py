@@ -69,7 +69,7 @@ def _candidates(features: Features) -> list[Candidate]:
     """
     if any(features.mods):
         return [_candidate(features, _program_row(features))]
-    rows = [row for row in sm90.candidates(features, None) if _has_registers(features, row.config)]
+    rows = [row for row in sm90.candidates(features) if _has_registers(features, row.config)]
     few = [row for row in rows if row.config.warpgroups < 3] or rows
     if features.softcap and not (features.mask or features.page_box):
         few.append(_program_row(features))

@@ -106,6 +106,7 @@ def test_only_plain_calls_are_stacked() -> None:
 @pytest.fixture
 def stacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Entries of the stacks that calls of any number of heads became."""
+    monkeypatch.setattr(configs, "_ANY", configs.Row(40, 0))
     monkeypatch.setattr(configs, "_TURNS", 0)
     monkeypatch.setenv("FLASH4_BACKEND", "emulator")
     found: list[int] = []
