@@ -60,6 +60,8 @@ _LONG = {
     (False, False): _ANY,
 }
 """Entries that share blocks with their neighbours."""
+LONGEST = max(row.longest for row in (_ANY, _FULL_BLOCKS, *_LONG.values()))
+"""Rows and keys of any entry of a stack, at most."""
 
 
 def forward(batch: Batch) -> int:

@@ -19,7 +19,7 @@ from flash4_torch.configs import stacks as configs
 from flash4_torch.configs.stacks import Batch
 from flash4_torch.ops import CallOptions
 from flash4_torch.ops.impl import describe_inputs
-from flash4_torch.problem import Inputs, Problem
+from flash4_torch.problem import Extent, Inputs, Problem
 from stacked_calls import FEATURES, FORMS, made
 
 ARCHS = ["sm_90a", "sm_100a"]
@@ -168,10 +168,22 @@ def test_stacks_are_right(
     call.check(results)
 
 
+def test_rows_first_are_right(stacked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels read them as they lie, a tile for each."""
+    monkeypatch.setenv("FLASH4_ARCH", "sm_90a")
+    call = made("causal", "64", 4, 20, 20, 1, 1, rows_first=True)
+    with testing.poisoned_memory():
+        results = call.run()
+    assert not stacked
+    call.check(results)
+
+
 def test_entries_apart_are_no_stack() -> None:
     """Sequences first, or every second entry: no entry follows the one before it."""
     first = torch.randn(16, 8, 2, 32, dtype=torch.bfloat16).transpose(0, 1)
     second = torch.randn(16, 16, 2, 32, dtype=torch.bfloat16)[::2]
     together = torch.randn(8, 16, 2, 32, dtype=torch.bfloat16)
-    assert not stacks.may_be_stacked(first) and not stacks.may_be_stacked(together, second)
-    assert stacks.may_be_stacked(together, together[1:], together[:, :, :1])
+    extent = Extent(8, 16, 16, 2, 2)
+    assert not stacks.may_be_stacked(extent, first) and not stacks.may_be_stacked(extent, together, second)
+    assert stacks.may_be_stacked(extent, together, together[1:], together[:, :, :1])
+    assert not stacks.may_be_stacked(extent._replace(Sk=300), together)

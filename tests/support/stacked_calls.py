@@ -67,11 +67,14 @@ def made(
     *,
     sinks: bool = False,
     shared: bool = False,
+    rows_first: bool = False,
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
 ) -> Call:
-    """A call; shared: q, k and v are parts of one projection, if they are as long."""
+    """A call; shared: q, k and v are parts of one projection, if they are as long. rows_first: in memory the
+    batch is the second dimension of k and of the gradient of out, as in sequences first.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def new(*sizes: int) -> Tensor:
@@ -85,5 +88,8 @@ def made(
         tensors = [x.unflatten(-1, size[1:]) for x, size in zip(parts, sizes, strict=True)]
     else:
         tensors = [new(B, *size) for size in sizes]
+    dout = new(B, Sq, Hq, Dv)
+    if rows_first:
+        tensors[1], dout = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (tensors[1], dout))
     inputs = [x.requires_grad_() for x in (*tensors, *[new(Hq).float()] * sinks)]
-    return Call(inputs, FEATURES[feature], new(B, Sq, Hq, Dv), new(B, Hq, Sq).float())
+    return Call(inputs, FEATURES[feature], dout, new(B, Hq, Sq).float())

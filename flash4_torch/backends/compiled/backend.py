@@ -208,7 +208,7 @@ class Compiled(OnTargets):
 
     def _stacked(self, problem: Problem, *tensors: Tensor) -> Problem:
         """The problem as one of stacks of batch entries, if kernels are faster so and tensors can be read."""
-        if problem.spec.varlen or not stacks.may_be_stacked(*tensors):
+        if problem.spec.varlen or not stacks.may_be_stacked(problem.extent, *tensors):
             return problem
         return stacks.stacked(self.target(problem), problem, self.sms())
 

@@ -48,8 +48,10 @@ def of_entries(problem: Problem, entries: int) -> Problem:
     return problem._replace(spec=spec, extent=extent, band=band, entries=entries)
 
 
-def may_be_stacked(*tensors: Tensor) -> bool:
-    """Whether the entries of (B, S, H, D) tensors follow one another in memory."""
+def may_be_stacked(extent: Extent, *tensors: Tensor) -> bool:
+    """Whether entries are short, and those of (B, S, H, D) tensors follow one another in memory."""
+    if max(extent.Sq, extent.Sk) > stacks.LONGEST:
+        return False
     return all([x.stride(0) == x.shape[1] * x.stride(1) for x in tensors])
 
 
