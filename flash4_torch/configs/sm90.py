@@ -88,6 +88,8 @@ class Row(NamedTuple):
             and features.Dv <= self.Dv
             and self.right in (None, features.right)
             and self.least_box <= features.page_box
+            # In 128 rows a mask's bits next to dropout's spilled at D 40.
+            and not (self.short and features.mask and features.dropout)
             and fits(features, self.config)
         )
 
