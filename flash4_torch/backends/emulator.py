@@ -76,7 +76,7 @@ class _Emulated(Compiled):
     def find(self, problem: Problem) -> Find:
         return emulated_find
 
-    def sms(self) -> int:
+    def sms(self, index: int | None = None) -> int:
         return emulated_num_sms()
 
     def kernel(self, problem: Problem, index: int) -> forward.Kernel:

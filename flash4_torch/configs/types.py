@@ -66,8 +66,8 @@ class Mods(NamedTuple):
     def __repr__(self) -> str:
         texts = self.score_mod, self.mask_mod, *([self.derivative] if self.derivative else [])
         keys = [hashlib.sha256(text.encode()).hexdigest()[:32] if text else "" for text in texts]
-        flags = [*filter(None, [self.bounds]), *["ramp"] * self.ramp]
-        return f"Mods{(*keys[:2], self.blocks, *keys[2:], *flags)!r}"
+        flags = [f"{name}={x!r}" for name in ("bounds", "ramp") if (x := getattr(self, name))]
+        return f"Mods({', '.join([*map(repr, (*keys[:2], self.blocks, *keys[2:])), *flags])})"
 
 
 class Features(NamedTuple):

@@ -206,9 +206,10 @@ def test_every_row_serves_somebody() -> None:
     capped: dict[str, object] = {"mask": "bool", "softcap": True}
     extras = ({}, {"mask": "bool"}, capped, {"mask": "float32"}, {"dropout": True}, every, {"D": 64})
     pages = tuple({"varlen": True, "page_box": box, **D} for box in (16, 32, 64) for D in ({}, {"D": 64}))
-    sizes = itertools.product((1, 100, 200, 4096), (256, 1024, 4096, 16384), (1, 8, 99))
+    sizes = [*itertools.product((1, 100, 200, 4096), (256, 1024, 4096, 16384), (1, 8, 99))]
+    sizes += [(50, 64, 8), (100, 128, 8), (150, 192, 8)]
     for row, right, extra, (Sq, Sk, heads) in itertools.product(
-        sm90.TABLE, (False, True), (*extras, *pages), tuple(sizes)
+        sm90.TABLE, (False, True), (*extras, *pages), sizes
     ):
         features = BARE._replace(**{"D": row.D, "Dv": row.Dv, "right": right, **extra})
         served.add(sm90.row(features, Sizes(Sq, Sk, heads=heads, num_sms=132)))
@@ -220,8 +221,15 @@ def test_every_row_serves_somebody() -> None:
 def test_rows_for_few_tiles_have_other_warpgroups(
     features: Features, Sq: int, Sk: int, group: int, heads: int, num_sms: int
 ) -> None:
-    row = sm90.row(features, Sizes(Sq, Sk, group, heads=heads, num_sms=num_sms))
-    admitting = [r for r in sm90.TABLE if r.admits_features(features) and (r.keys is None or Sk <= r.keys)]
+    sizes = Sizes(Sq, Sk, group, heads=heads, num_sms=num_sms)
+    row, rows = sm90.row(features, sizes), packing.rows_that_share_keys(features, sizes)
+    admitting = [
+        r
+        for r in sm90.TABLE
+        if r.admits_features(features)
+        and (r.keys is None or Sk <= r.keys)
+        and (not r.short or rows <= next(each for each in sm90._BOUNDS if Sk <= each))
+    ]
     many = next(r for r in admitting if not r.few)
     assert row in admitting and (row is many or row.config.warpgroups != many.config.warpgroups)
     if Sq * packing.cover(group) <= 64 and Sk >= 512:

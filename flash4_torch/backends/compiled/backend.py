@@ -210,7 +210,7 @@ class Compiled(OnTargets):
         """The problem as one of stacks of batch entries, if kernels are faster so and tensors can be read."""
         if problem.spec.varlen or not stacks.may_be_stacked(problem.extent, *tensors):
             return problem
-        return stacks.stacked(self.target(problem), problem, self.sms())
+        return stacks.stacked(self.target(problem), problem, self.sms(tensors[0].get_device()))
 
     def _reader(
         self, problem: Problem, plan: MaskPlan, inputs: Inputs, view: View, allocator: Allocator
@@ -226,9 +226,9 @@ class Compiled(OnTargets):
 
     # The emulator's backend overrides the following methods.
 
-    def sms(self) -> int:
-        """SMs of the current device."""
-        return num_sms(torch.cuda.current_device())
+    def sms(self, index: int | None = None) -> int:
+        """SMs of a device, by default of the current one."""
+        return num_sms(torch.cuda.current_device() if index is None else index)
 
     def target(self, problem: Problem) -> Target:
         """The target for the problem's GPU."""

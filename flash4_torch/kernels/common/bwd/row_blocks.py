@@ -131,7 +131,7 @@ class PostprocessPlan(NamedTuple):
     segments: bool = False
     """Whether sequences are parts of batch entries, and dq has a batch dimension."""
     stacked: bool = False
-    """As in `PreprocessPlan`."""
+    """`PreprocessPlan.stacked`."""
 
     @property
     def is_packed(self) -> bool:
