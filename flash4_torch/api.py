@@ -582,7 +582,7 @@ def _heads_agree(heads: list[int], enable_gqa: bool) -> bool:
     if enable_gqa:
         return Hk == Hv and Hq % Hk == 0
     # Compared one by one instead of in sets: symbolic sizes have no hash.
-    return all(H in (1, Hq) for H in (Hk, Hv))
+    return all(check.is_one_of(H, 1, Hq) for H in (Hk, Hv))
 
 
 def _heads_last(x: Tensor, batch: torch.Size, H: int | None = None) -> Tensor:

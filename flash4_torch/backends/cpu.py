@@ -158,7 +158,7 @@ class Cpu(CallsTorch, WithoutWeights):
         self, saved: Saved, inputs: Inputs, problem: Problem, order: Order = SEQUENCE_FIRST
     ) -> BackwardLaunch | None:
         careful = super().prepare_backward(saved, inputs, problem, order)
-        in_place = saved.dout.stride(-1) == saved.out.stride(-1) == 1
+        in_place = _is_in_place(saved.dout) and _is_in_place(saved.out)
         if not in_place or not _is_simple(inputs, problem):
             return careful
         if (block := Block.of(problem)) is not None:
@@ -260,7 +260,7 @@ def _floating(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _is_simple(inputs: Inputs, problem: Problem) -> bool:
     """Whether torch's kernel takes q, k and v in place, and there is nothing else than a mask and a band."""
-    in_place = all(x.stride(-1) == 1 for x in inputs[:3])
+    in_place = all(_is_in_place(x) for x in inputs[:3])
     return in_place and inputs.sinks is None and not problem.spec.varlen and not bands.is_slow(problem)
 
 
@@ -362,5 +362,11 @@ def is_causal(problem: Problem) -> bool:
 
 
 def heads_first(*tensors: Tensor) -> list[Tensor]:
-    """(B, S, H, D) as views (B, H, S, D); copies only tensors without unit stride along D."""
-    return [(t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors]
+    """(B, S, H, D) as views (B, H, S, D), of copies where torch's kernel does not take a tensor in place."""
+    return [(x if _is_in_place(x) else x.contiguous()).transpose(1, 2) for x in tensors]
+
+
+def _is_in_place(x: Tensor) -> bool:
+    """Whether torch's kernel takes x (B, S, H, D) as it is: rows have no gaps, and none begins inside of the
+    one before, as in views of `unfold`. It reads such rows wrongly, or refuses them."""
+    return x.stride(-1) == 1 and not 0 < x.stride(1) < x.shape[-1]

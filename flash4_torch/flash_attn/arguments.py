@@ -189,7 +189,7 @@ def _check_slopes(slopes: Tensor, q: Tensor) -> None:
         raise DtypeError("alibi_slopes", slopes.dtype, "it must be floating")
     if slopes.device != q.device:
         raise DeviceError("alibi_slopes", slopes.device, f"it must be on q's device, {q.device}")
-    if slopes.shape not in ((Hq,), (B, Hq)):
+    if not check.is_one_of(tuple(slopes.shape), (Hq,), (B, Hq)):
         raise ShapeError("alibi_slopes", tuple(slopes.shape), f"it must be ({Hq},) or ({B}, {Hq})")
 
 

@@ -252,7 +252,7 @@ def _check(query: Any, key: Any, value: Any, enable_gqa: bool, kernel_options: A
         raise ShapeError("value", tuple(value.shape), f"it must begin like key, {tuple(key.shape[:3])}")
     if query.shape[-1] != key.shape[-1] or 0 in (query.shape[-1], value.shape[-1]):
         raise ShapeError("key", tuple(key.shape), f"its last dimension must be query's, {query.shape[-1]}")
-    if key.shape[0] not in (1, query.shape[0]):
+    if not check.is_one_of(key.shape[0], 1, query.shape[0]):
         raise ShapeError("key", tuple(key.shape), f"its batch size must be query's, {query.shape[0]}, or 1")
     check.flag("enable_gqa", enable_gqa)
     Hq, Hk = query.shape[1], key.shape[1]

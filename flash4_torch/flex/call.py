@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import ArgumentError, DeviceError, ShapeError
 from ..flex_problem import Mods
 from ..ops import CallOptions
+from ..ops.check import is_one_of
 from ..ops.flex_functions import recorded_flex_attention, results, with_functions
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def _with_blocks(mods: Mods, block_mask: BlockMask | None, q: Tensor, k: Tensor)
         for x, rank in zip((counts, indices, *full), (3, 4, 3, 4), strict=True)
     ]
     for x in lists:
-        if x is not None and not (x.shape[0] in (1, B) and x.shape[1] in (1, Hq)):
+        if x is not None and not (is_one_of(x.shape[0], 1, B) and is_one_of(x.shape[1], 1, Hq)):
             limit = f"its batch and heads must be (B or 1, Hq or 1), with B = {B}, Hq = {Hq}"
             raise ShapeError("block_mask", tuple(x.shape[:2]), limit)
     return mods._replace(

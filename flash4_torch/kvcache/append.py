@@ -271,7 +271,7 @@ def _each_token(name: str, x: Tensor, k: Tensor) -> None:
     arguments.dtype(name, x, _INDEX)
     leading = tuple(k.shape[:-2])
     T = k.shape[0] if k.dim() == 3 else k.shape[0] * k.shape[1]
-    if tuple(x.shape) not in ((T,), leading):
+    if not check.is_one_of(tuple(x.shape), (T,), leading):
         shapes = f"(T,) = ({T},)" + (f" or (B, S) = {leading}" if k.dim() == 4 else "")
         raise ShapeError(name, tuple(x.shape), f"it must be {shapes}")
 
@@ -339,7 +339,7 @@ def _scale(name: str, scale: Tensor | None, cache: Tensor, sequences: int | None
     allowed: list[tuple[int, ...]] = [(), (Hk,)]
     if sequences is not None:
         allowed.append((sequences, Hk))
-    if tuple(scale.shape) not in allowed:
+    if not check.is_one_of(tuple(scale.shape), *allowed):
         letters = "(), (Hk,)" if sequences is None else "(), (Hk,) or (B, Hk)"
         raise ShapeError(name, tuple(scale.shape), f"it must be {letters}: one of {allowed}")
     return scale.expand(1 if sequences is None else max(sequences, 1), Hk)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DtypeError, LayoutError, RangeError, ShapeError
-from ..ops.check import DTYPES, max_seqlen
+from ..ops.check import DTYPES, is_one_of, max_seqlen
 from ..ops.kvcache import scale_of_heads
 from . import arguments
 from .arguments import FLOAT8
@@ -125,7 +125,7 @@ def cache_scale(name: str, value: Tensor | None, cache: Tensor, B: int, Hk: int)
     if value is not None:
         arguments.tensor(name, value, device=cache.device, of="the cache's")
         arguments.dtype(name, value, (torch.float32,))
-        if tuple(value.shape) not in ((), (1,), (Hk,), (B, Hk), (B, 1)):
+        if not is_one_of(tuple(value.shape), (), (1,), (Hk,), (B, Hk), (B, 1)):
             raise ShapeError(name, tuple(value.shape), f"it must be (), (Hk,) or (B, Hk), ({B}, {Hk})")
     return scale_of_heads(value, cache, B, Hk)
 

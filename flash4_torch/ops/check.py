@@ -264,7 +264,15 @@ def sinks(values: Tensor | None, q: Tensor, name: str = "sinks") -> Tensor | Non
 
 def _broadcasts(mask: Tensor, full: tuple[int, ...]) -> bool:
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    return len(sizes) == 4 and all(n in (1, m) for n, m in zip(sizes, full, strict=True))
+    return len(sizes) == 4 and all(is_one_of(n, 1, m) for n, m in zip(sizes, full, strict=True))
+
+
+def is_one_of(size: object, *allowed: object) -> bool:
+    """Whether a size, or a tuple of sizes, equals one of others.
+
+    In a graph of torch.compile `size in allowed` is False where only one of two equal sizes is known.
+    """
+    return any([size == x for x in allowed])
 
 
 def cu_seqlens(name: str, lengths: Tensor, q: Tensor) -> None:

@@ -155,11 +155,16 @@ def _sees_nothing(attn_mask: Tensor, causal: bool, Sq: int) -> Tensor:
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """(B, S, H, D) as views (B, H, S, D), of copies where a row has gaps: the kernel reads none, and of what
-    it is given Inductor keeps the order of strides alone."""
+    """(B, S, H, D) as views (B, H, S, D), of copies where a row has gaps or begins inside of another one: the
+    kernel reads none, and of what it is given Inductor keeps the order of strides alone."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
     from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
 
-    return [(x if is_known(x.stride(-1) == 1) else x.contiguous()).transpose(1, 2) for x in tensors]
+    def is_in_place(x: Tensor) -> bool:
+        overlaps = guard_or_false(x.stride(1) > 0) and guard_or_false(x.stride(1) < x.shape[-1])
+        return is_known(x.stride(-1) == 1) and not overlaps
+
+    return [(x if is_in_place(x) else x.contiguous()).transpose(1, 2) for x in tensors]
 
 
 def _in_inductor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_order_of_keys_does_not_matter(case: Case) -> None:
         assert_same(a, b)
 
 
-@given(cases(F64, softcap=0.0))
+@given(cases(F64, softcap=0.0, sinks=None))
 def test_a_shift_of_all_scores_moves_only_lse(case: Case) -> None:
     mask = case.kwargs["attn_mask"]
     bias = torch.zeros(1, 1, 1, 1, dtype=torch.float64) if mask is None else mask
@@ -241,6 +242,37 @@ def test_varlen_is_a_loop(problem: tuple[list[int], list[int], dict[str, Any]], 
         loss = (expected * dout).sum() + finite_sum(expected_lse, dlse)
         for a, b in zip(gradients, torch.autograd.grad(loss, (q, k, v)), strict=True):
             assert_same(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("S", [5, 300])
+def test_rows_may_begin_inside_of_one_another(S: int, step: int, dtype: torch.dtype) -> None:
+    """Windows over a series do; torch's kernel for CPUs reads some of them wrongly, and refuses others."""
+    series = torch.randn(2, 3, step * (S - 1) + 16, dtype=dtype)
+    overlapping = series.unfold(-1, 16, step).transpose(1, 2)
+    dout = torch.randn(2, S, 3, 16, dtype=dtype)
+    seen = torch.ones(S, S, dtype=torch.bool).tril()
+    copied = overlapping.contiguous()
+
+    def heads_first(*qkv: Tensor) -> Tensor:
+        out = flash4_torch.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv))
+        return out.transpose(1, 2)
+
+    calls: list[Callable[..., Tensor]] = [
+        flash4_torch.attention,
+        lambda *qkv: flash4_torch.attention(*qkv, attn_mask=seen),
+        heads_first,
+    ]
+    for call in calls:
+        results = []
+        for q, k in ((copied, copied), (overlapping, copied), (copied, overlapping), (copied, copied)):
+            inputs = [x.detach().requires_grad_() for x in (q, k, copied)]
+            out = call(*inputs)
+            results.append((out, *torch.autograd.grad(out, inputs, dout)))
+        for found in results[1:]:
+            for a, b in zip(found, results[0], strict=True):
+                torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("shape", [(2, 60, 4), (1, 60, 1), (2, 1, 4), (1, 1, 1)])

@@ -192,6 +192,57 @@ def test_twenty_lengths_after_the_dynamic_one_recompile_nothing(call: str, backe
             assert_same_but_small(results_and_gradients(graph, arguments), expected, backend)
 
 
+def slopes(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> Tensor:
+    return flash4_torch.flash_attn.flash_attn_func(q, k, v, alibi_slopes=alibi_slopes)
+
+
+def at_positions(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
+    """The cache after keys were rotated by cos and sin of their positions."""
+    B, S, H, D = k.shape
+    caches = k.new_zeros(B, S, H, D), v.new_zeros(B, S, H, D)
+    angles = torch.arange(20.0)[:, None] * torch.arange(1.0, D // 2 + 1)
+    cos, sin = angles.cos(), angles.sin()
+    rotated = {} if positions is None else {"positions": positions, "cos": cos, "sin": sin}
+    flash4_torch.append_kvcache(
+        k.detach(), v.detach(), *caches, seqused_k=torch.zeros(B, dtype=torch.int32), **rotated
+    )
+    return q * caches[0].sum()
+
+
+def of_float8(q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None) -> Tensor:
+    caches = k.detach().to(torch.float8_e4m3fn), v.detach().to(torch.float8_e4m3fn)
+    out: Tensor = flash4_torch.attention_kvcache(q.detach(), *caches, k_scale=scale)
+    return out
+
+
+JOINING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "mask": (
+        lambda q, k, v, mask: flash4_torch.attention(q, k, v, attn_mask=mask),
+        lambda B, S: torch.rand(B, 1, S, S) > 0.3,
+    ),
+    "mask beside SDPA": (
+        lambda q, k, v, mask: flash4_torch.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, enable_gqa=True
+        ),
+        lambda B, S: torch.rand(B, 1, S, S) > 0.3,
+    ),
+    "slopes": (slopes, lambda B, S: torch.rand(B, HQ)),
+    "positions": (at_positions, lambda B, S: torch.arange(B * S).remainder(20).view(B, S)),
+    "scale": (of_float8, lambda B, S: torch.rand(B, HK)),
+}
+
+
+@pytest.mark.parametrize("kind", JOINING)
+def test_tensors_join_a_graph_of_unknown_sizes(kind: str) -> None:
+    """Their own sizes are known in the first call that has them, and must equal those that are not."""
+    function, draw = JOINING[kind]
+    graph = compiled(function, backend="aot_eager")
+    for B, S, joins in ((2, 5, False), (3, 6, False), (4, 7, True), (5, 8, True)):
+        q, k, v = (torch.randn(B, S, H, D, requires_grad=True) for H in (HQ, HK, HK))
+        arguments = (q, k, v, draw(B, S) if joins else None)
+        torch.testing.assert_close(graph(*arguments), function(*arguments))
+
+
 def test_a_scale_that_changes() -> None:
     """Dynamo hands the function a symbol for the scale after its second value."""
 

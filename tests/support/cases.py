@@ -12,7 +12,7 @@ from torch import Tensor
 from flash4_torch.testing import reference
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-LAYOUTS = ("contiguous", "heads_first", "sliced", "broadcast_batch", "strided_last")
+LAYOUTS = ("contiguous", "heads_first", "sliced", "broadcast_batch", "strided_last", "unfolded")
 
 
 @dataclass
@@ -56,6 +56,8 @@ def laid_out(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str, 
         x = randn(1, S, H, D).expand(B, S, H, D)
     elif layout == "strided_last":
         x = randn(B, S, H, 2 * D)[..., ::2]
+    elif layout == "unfolded":
+        x = randn(B, H, max(S, 1) + D - 1).unfold(-1, D, 1)[:, :, :S].transpose(1, 2)
     else:
         x = randn(B, S, H, D)
     return x.detach().requires_grad_()
