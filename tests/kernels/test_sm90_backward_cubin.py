@@ -48,6 +48,8 @@ def reachable() -> Iterator[Features]:
             asked_for = uses in ({}, USES[1], *MORE[:2]) or (uses is MORE[2] and D == 128)
             if asked_for or (2 * i + j) % EVERY == 0:
                 yield features
+        if EVERYTHING:
+            yield Features("bfloat16", D, Dv, left=True, right=True, mods=Mods(bounds="stacked"))
     yield ODD
     yield from with_programs()
 

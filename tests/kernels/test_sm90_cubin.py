@@ -25,7 +25,7 @@ HEADS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64
 CAUSAL = {"right": True}
 WINDOW = {"left": True, "right": True}
 SOFTCAP = {"softcap": True, "scaled": True}
-BLOCKS = Mods(blocks="rows")
+BLOCKS, STACKED = Mods(blocks="rows"), Mods(bounds="stacked")
 USES: tuple[dict[str, object], ...] = (
     {},
     CAUSAL,
@@ -88,7 +88,15 @@ def covering() -> list[Kernel]:
     in_turn = [group[i % len(group)] for i, group in enumerate(by_features.values()) if i % step == 0]
     packed = (Features("float16", 128, 128, varlen=True), Features("bfloat16", 64, 64, right=True))
     most = [(features, sm90.reachable(features)[-1]) for features in packed]
-    named = [*one_of(2, most), *one_of(4, common()), *one_of(18, split()), *ramped(), *listed(), ODD]
+    named = [
+        *one_of(2, most),
+        *one_of(4, common()),
+        *one_of(18, split()),
+        *ramped(),
+        *listed(),
+        *stacked(),
+        ODD,
+    ]
     return list(dict.fromkeys([*tightest(), *in_turn, *named]))
 
 
@@ -150,6 +158,19 @@ def listed() -> list[Kernel]:
         lists, mask = (Features("bfloat16", D, D)._replace(**x) for x in ({"mods": BLOCKS}, {"mask": "bool"}))
         found.append((mask, sm90.forward(lists, Sizes(8192, 8192))))
     return found
+
+
+def stacked() -> list[Kernel]:
+    """Stacks of short sequences: each row has bounds of its own in registers."""
+    found = [
+        (features, config)
+        for D, Dv in HEADS
+        for uses in ({}, {**SOFTCAP, "sinks": "bfloat16"})
+        for features in [Features("bfloat16", D, Dv, mods=STACKED, **WINDOW)._replace(**uses)]
+        for config in sm90.reachable(features, 1)
+        if config.ragged_k
+    ]
+    return one_of(len(found), found)
 
 
 def keys() -> list[Key]:

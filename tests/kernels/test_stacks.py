@@ -168,6 +168,18 @@ def test_stacks_are_right(
     call.check(results)
 
 
+def test_gradients_of_rows_that_see_nothing_are_zeros(
+    stacked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile of keys stores dQ of all rows of its entries, of two blocks here, whoever sees it."""
+    monkeypatch.setenv("FLASH4_ARCH", "sm_90a")
+    call = made("nothing", "128", 8, 30, 20, 1, 1)
+    with testing.poisoned_memory():
+        results = call.run()
+    assert stacked == [8, 4]
+    call.check(results)
+
+
 def test_rows_first_are_right(stacked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels read them as they lie, a tile for each."""
     monkeypatch.setenv("FLASH4_ARCH", "sm_90a")

@@ -15,11 +15,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window": (3, 1)},
     "apart": {"window": (-2, 9)},
+    "nothing": {"window": (-200, 300)},
     "softcap": {"softcap": 3.0, "causal": True},
     "negative scale": {"scale": -0.2},
     "in order": {"deterministic": True},
 }
-FORMS = {"32": (32, 32), "64": (64, 64), "unequal": (40, 24), "128": (128, 128), "wide": (192, 128)}
+FORMS = {
+    **{"32": (32, 32), "64": (64, 64), "unequal": (40, 24)},
+    **{"128": (128, 128), "wide": (192, 128), "256": (256, 256)},
+}
 
 
 class Call(NamedTuple):
