@@ -50,5 +50,16 @@ class BackwardSizes(NamedTuple):
 
 
 def may_end_inside(features: Features, sizes: Sizes | BackwardSizes, keys: int) -> bool:
-    """Whether a sequence may end inside a block of so many keys, and the band does not mask what follows."""
-    return not (sizes.end_masked and features.right) and (features.varlen or sizes.Sk % keys != 0)
+    """Whether a sequence may end inside a block of so many keys, and the band does not mask what follows.
+
+    A stack's band does: no row sees a key beyond its entry.
+    """
+    is_masked = features.is_stacked or (sizes.end_masked and features.right)
+    return not is_masked and (features.varlen or sizes.Sk % keys != 0)
+
+
+def possible_ends(features: Features) -> list[bool]:
+    """All that `may_end_inside` returns for some sizes."""
+    if features.is_stacked:
+        return [False]
+    return [False, True] if features.right or not features.varlen else [True]

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .packing import best_pack, possible_packs, rows_that_share_keys
-from .sizes import Sizes, may_end_inside
+from .sizes import Sizes, may_end_inside, possible_ends
 from .types import SHARED_MEMORY, Features, Sm100Forward, may_pair, tile_dim
 
 MAX_D = 256
@@ -100,7 +100,7 @@ def limits(features: Features) -> list[str]:
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm100Forward, ...]:
     """Every config that `forward` returns for some sizes; with `group`, for that many heads of a KV head."""
-    ragged = [False, True] if features.right or not features.varlen else [True]
+    ragged = possible_ends(features)
     found = {
         _beside(features, row.config)._replace(ragged_k=ragged_k, pack_gqa=pack_gqa): None
         for row in rows_that_serve(features)

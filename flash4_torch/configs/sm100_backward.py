@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .sections import Section, Workload, bounded_backward
-from .sizes import BackwardSizes, may_end_inside
+from .sizes import BackwardSizes, may_end_inside, possible_ends
 from .types import SHARED_MEMORY, Features, Sm100Backward
 
 
@@ -72,7 +72,7 @@ def backward(features: Features, sizes: BackwardSizes) -> Sm100Backward:
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm100Backward, ...]:
     """Every config that `backward` returns for some sizes; `group` is not used."""
-    ragged = [False, True] if features.right or not features.varlen else [True]
+    ragged = possible_ends(features)
     return tuple(_config(features)._replace(ragged_k=ragged_k) for ragged_k in ragged)
 
 

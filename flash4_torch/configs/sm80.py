@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .packing import best_pack, possible_packs, rows_that_share_keys
-from .sizes import Sizes, may_end_inside
+from .sizes import Sizes, may_end_inside, possible_ends
 from .types import (
     LARGE_BYTES,
     RESERVED_BYTES,
@@ -192,7 +192,7 @@ class Table(NamedTuple):
         """Every config that `forward` returns for some sizes; with `group`, for that many heads of a KV
         head.
         """
-        ragged = [False, True] if features.right or not features.varlen else [True]
+        ragged = possible_ends(features)
         found = {
             self.completed(features, row.config, ragged_k, pack_gqa): None
             for row in self.rows_that_serve(features)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from . import programs
 from .packing import best_pack, possible_packs, rows_that_share_keys
-from .sizes import Sizes, may_end_inside
+from .sizes import Sizes, may_end_inside, possible_ends
 from .types import SHARED_MEMORY, Features, Sm90Forward, tile_dim
 from .waves import TileTime, launch_of
 
@@ -256,7 +256,7 @@ def limits(features: Features) -> list[str]:
 def reachable(features: Features, group: int | None = None) -> tuple[Sm90Forward, ...]:
     """Every config that `forward` returns for some sizes; with `group`, for that many heads of a KV head."""
     packs = possible_packs(features, group)
-    ragged = [False, True] if features.right or not features.varlen else [True]
+    ragged = possible_ends(features)
     found = {
         completed(features, row.config._replace(cluster=cluster), ragged_k, pack_gqa): None
         for row in dict.fromkeys(row for length in _lengths(features) for row in _serving(features, length))

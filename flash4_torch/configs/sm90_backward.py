@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from . import programs, sm90
 from .sections import Section, Workload, bounded_backward, evenly, fewer_if_long
-from .sizes import BackwardSizes, may_end_inside
+from .sizes import BackwardSizes, may_end_inside, possible_ends
 from .types import SHARED_MEMORY, Features, Mods, Scope, Sm90Backward
 
 
@@ -232,7 +232,7 @@ def limits(features: Features) -> list[str]:
 
 def reachable(features: Features, group: int | None = None) -> tuple[Sm90Backward, ...]:
     """Every config that `backward` returns for some sizes, and for that group or any."""
-    ragged = [False, True] if features.right or not features.varlen else [True]
+    ragged = possible_ends(features)
     row, kv_head_row = _row(features), _kv_head_row(features)
     configs = [row.config]
     if kv_head_row is not None:

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 import flash4_torch
 from everything import examples
 from flash4_torch import testing
-from flash4_torch.backends.compiled import stacks
-from flash4_torch.problem import Problem
 from own_gpu import OURS, needs_ours
-from stacked_calls import FEATURES, FORMS, made
+from stacked_calls import FEATURES, FORMS, made, noted
 
 pytestmark = needs_ours
 
@@ -22,16 +20,7 @@ pytestmark = needs_ours
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Entries of all stacks from here on."""
-    found: list[int] = []
-    original = stacks.of_entries
-
-    def noted(problem: Problem, entries: int) -> Problem:
-        found.append(entries)
-        return original(problem, entries)
-
-    monkeypatch.setattr(stacks, "of_entries", noted)
-    monkeypatch.setattr(stacks, "stacked", stacks.stacked.__wrapped__)
-    return found
+    return noted(monkeypatch)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -90,7 +90,8 @@ def main_kernels() -> list[Key]:
         for f in reachable()
         for config in configs.reachable(f)
         # With one CTA for a KV head, deterministic kernels equal the others.
-        if config.ragged_k and not (config.scope == Scope.KV_HEAD and (f.deterministic or f.D < 64))
+        if (config.ragged_k or f.is_stacked)
+        and not (config.scope == Scope.KV_HEAD and (f.deterministic or f.D < 64))
     ]
     if EVERYTHING:
         return kernels

@@ -20,7 +20,7 @@ from flash4_torch.configs.stacks import Batch
 from flash4_torch.ops import CallOptions
 from flash4_torch.ops.impl import describe_inputs
 from flash4_torch.problem import Extent, Inputs, Problem
-from stacked_calls import FEATURES, FORMS, made
+from stacked_calls import FEATURES, FORMS, made, noted
 
 ARCHS = ["sm_90a", "sm_100a"]
 BATCHES = st.builds(
@@ -113,17 +113,7 @@ def stacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(configs, "_ANY", configs.Row(40, 0))
     monkeypatch.setattr(configs, "_TURNS", 0)
     monkeypatch.setenv("FLASH4_BACKEND", "emulator")
-    found: list[int] = []
-    original = stacks.of_entries
-
-    def noted(problem: Problem, entries: int) -> Problem:
-        found.append(entries)
-        return original(problem, entries)
-
-    stacks.stacked.cache_clear()
-    monkeypatch.setattr(stacks, "of_entries", noted)
-    monkeypatch.setattr(stacks, "stacked", stacks.stacked.__wrapped__)
-    return found
+    return noted(monkeypatch)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

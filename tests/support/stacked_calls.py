@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 import flash4_torch
 from flash4_torch import testing
+from flash4_torch.backends.compiled import stacks
+from flash4_torch.problem import Problem
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -24,6 +27,21 @@ FORMS = {
     **{"32": (32, 32), "64": (64, 64), "unequal": (40, 24)},
     **{"128": (128, 128), "wide": (192, 128), "256": (256, 256)},
 }
+
+
+def noted(patch: pytest.MonkeyPatch) -> list[int]:
+    """Entries of each stack that a call becomes from here on."""
+    found: list[int] = []
+    original = stacks.of_entries
+
+    def of_entries(problem: Problem, entries: int) -> Problem:
+        found.append(entries)
+        return original(problem, entries)
+
+    stacks.stacked.cache_clear()
+    patch.setattr(stacks, "of_entries", of_entries)
+    patch.setattr(stacks, "stacked", stacks.stacked.__wrapped__)
+    return found
 
 
 class Call(NamedTuple):
