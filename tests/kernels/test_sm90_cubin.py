@@ -165,7 +165,7 @@ def stacked() -> list[Kernel]:
     found = [
         (features, config)
         for D, Dv in HEADS
-        for uses in ({}, {**SOFTCAP, "sinks": "bfloat16"})
+        for uses in ({}, {"scaled": True, "sinks": "bfloat16"})
         for features in [Features("bfloat16", D, Dv, mods=STACKED, **WINDOW)._replace(**uses)]
         for config in sm90.reachable(features, 1)
     ]

@@ -19,7 +19,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window": (3, 1)},
     "apart": {"window": (-2, 9)},
     "nothing": {"window": (-200, 300)},
-    "softcap": {"softcap": 3.0, "causal": True},
     "negative scale": {"scale": -0.2},
     "in order": {"deterministic": True},
 }

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...configs import stacks
-from ...configs.types import LARGE_SOFTCAP, Features, Mods
+from ...configs.types import Features, Mods
 from ...problem import Extent, Problem
 from .targets import Target
 
@@ -28,7 +28,9 @@ def stacked(target: Target, problem: Problem, num_sms: int) -> Problem:
     is_one_entrys = spec.varlen or spec.mask or spec.dropout or spec.weights or spec.running
     if is_one_entrys or not target.has_bounds or B * max(Sq, Sk) > _MOST_ROWS:
         return problem
-    if problem.softcap > LARGE_SOFTCAP:  # next to bounds of rows it spills on Blackwell
+    if (
+        spec.softcap
+    ):  # next to bounds of rows it spills, above 64 in Blackwell's forward, in Hopper's backward
         return problem
     right = problem.band.right
     end_masked = right is not None and right <= 0
@@ -72,7 +74,7 @@ def arguments(problem: Problem) -> Any:
 def features_of(target: Target, features: Features) -> Features | None:
     """The features of stacks of calls that have these; None if no stack serves any."""
     f = features
-    is_plain = not (f.varlen or f.mask or f.dropout or f.running or f.is_float32 or f.large_softcap)
+    is_plain = not (f.varlen or f.mask or f.dropout or f.running or f.is_float32 or f.softcap)
     if not (is_plain and target.has_bounds):
         return None
     return f._replace(left=True, right=True, mods=Mods(bounds="stacked"))
