@@ -57,6 +57,9 @@ def backward(
     after. dq_semaphore int32 (B, Hq, blocks) or (Hq, blocks), zero before. mask: attn_mask.transpose(2, 3),
     its last dimension full, and the tables of that; or what `mods` describes, transposed. dmask float32, the
     mask's gradient as it broadcasts, transposed, is added to. No size is 0.
+
+    With `features.is_stacked` batch entries of q, k, v, dout and their gradients follow one another in
+    memory, and the kernel sees some as one (`common.band.Stack`); the workspaces are for these.
     """
     plan.check()
     q, k, v, dk, dv = host.in_order(params.heads_first, q, k, v, dk, dv)

@@ -54,6 +54,9 @@ def forward(
     and at most blocks * page_size. page_size is a multiple of `features.page_box`. Page numbers are clamped
     to those that exist; the table is not read for keys that a sequence lacks.
 
+    With `features.is_stacked` batch entries of q, k, v and out follow one another in memory, and the kernel
+    sees some as one (`common.band.Stack`). lse is as without.
+
     With `features.running` out is float32, and lse may have more rows than q: the kernel writes the first
     ones of each head. "add" merges its results with those that out and lse have.
 

@@ -58,6 +58,9 @@ def backward(
     dimension full, and its tables; or what `mods` describes, transposed. dmask float32: the mask's gradient,
     transposed and as the mask broadcasts, is added to it. No size is 0.
 
+    With `features.is_stacked` batch entries of q, k, v, dout and their gradients follow one another in
+    memory, and the kernel sees some as one (`common.band.Stack`); the workspaces are for these.
+
     With scope `Q_HEAD` dk and dv have a head for each query head; those of a group are to be summed up.
 
     With scope `KV_HEAD` dq_acc is (CTAs, Hq / Hk, blocks, floats) with any contents. The number of CTAs is
