@@ -174,6 +174,18 @@ def test_gradients_of_rows_that_see_nothing_are_zeros(
     call.check(results)
 
 
+def test_rows_that_see_nothing_hide_no_keys_of_rows_before_them(
+    stacked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks end with the last row's keys: here it may see nothing, and entries before it another block."""
+    monkeypatch.setenv("FLASH4_ARCH", "sm_90a")
+    call = made("causal", "64", 40, 23, 4, 1, 1)
+    with testing.poisoned_memory():
+        results = call.run()
+    assert stacked == [40, 5]
+    call.check(results)
+
+
 def test_rows_first_are_right(stacked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels read them as they lie, a tile for each."""
     monkeypatch.setenv("FLASH4_ARCH", "sm_90a")
