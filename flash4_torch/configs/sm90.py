@@ -99,12 +99,12 @@ _Tiles, _Time = Sm90Forward, TileTime
 TABLE = (
     # D   Dv   right  keys
     Row(64, 64, True, 64, _Tiles(1, 64, 4, 2, k_ahead=True), _Time(6.5, 900),
-        "S 48 and 64: 0.55 to 0.73 of the time in tiles of 256 rows", short=True),
+        "S 48 and 64: 0.59 to 0.73 of the time in tiles of 256 rows", short=True),
     Row(64, 64, True, 128, _Tiles(2, 64, 4, 2, next_tile=True, k_ahead=True), _Time(9.4, 1500),
-        "S 80 to 128: 0.61 to 0.77 of the time in tiles of 256 rows, 128 keys in a block 0.66 to 0.82",
+        "S 80 to 128: 0.61 to 0.77 of the time in tiles of 256 rows, 128 keys in a block 0.73 to 0.82",
         short=True),
     Row(64, 64, True, 192, _Tiles(3, 64, 4, 2, k_ahead=True), _Time(10.8, 1800),
-        "S 144 to 192: 0.78 to 0.84 of the time in tiles of 256 rows", short=True),
+        "S 144 to 192: 0.78 to 0.85 of the time in tiles of 256 rows", short=True),
     Row(64, 64, True, 256, _Tiles(4, 64, 4, 2, k_ahead=True), _Time(11.0, 1000),
         "S 256: 1.27 of the best peer, with next_tile and lazy_rescale 1.22; tiles fit the diagonal"),
     Row(64, 64, None, 1536, _Tiles(4, 64, 4, 2, next_tile=True, lazy_rescale=True), _Time(17.0, 1500),

@@ -25,8 +25,8 @@ def stacked(target: Target, problem: Problem, num_sms: int) -> Problem:
     """The problem as one of stacks, if that is faster; else the same."""
     spec, (B, Sq, Sk, _, Hk) = problem.spec, problem.extent
     # The keep bits and masks of a tile are those of one entry.
-    is_one_entrys = spec.varlen or spec.mask or spec.dropout or spec.weights or spec.running
-    if is_one_entrys or not target.has_bounds or B * max(Sq, Sk) > _MOST_ROWS:
+    is_of_one_entry = spec.varlen or spec.mask or spec.dropout or spec.weights or spec.running
+    if is_of_one_entry or not target.has_bounds or B * max(Sq, Sk) > _MOST_ROWS:
         return problem
     if (
         spec.softcap
